@@ -1,0 +1,1 @@
+"""What every room stands on: models, data, scoring, training, statistics, files, errors."""

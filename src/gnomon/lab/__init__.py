@@ -1,0 +1,1 @@
+"""The engine of studies: stages, resume, records, tuning, claims, report, board."""

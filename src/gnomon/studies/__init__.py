@@ -1,0 +1,1 @@
+"""One file per system: its baselines, data, budgets and claims."""
