@@ -14,18 +14,33 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .errors import GnomonError
+
+# The three system calls below are every way bytes become durable; fault-injection tests replace them.
+_fsync = os.fsync
+_replace = os.replace
+
+
+def _write(file: IO[bytes], data: bytes) -> None:
+    file.write(data)
+    file.flush()
 
 
 def fsync_dir(folder: Path) -> None:
     """Make a rename inside `folder` durable."""
     fd = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        _fsync(fd)
     finally:
         os.close(fd)
+
+
+def fsync_file(path: Path) -> None:
+    """Make what was appended to `path` durable."""
+    with path.open("rb") as file:
+        _fsync(file.fileno())
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -34,14 +49,19 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+            _write(file, raw)
+            _fsync(file.fileno())
+        _replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
     fsync_dir(path.parent)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append to a log whose owner is complete only when another file says so (no fsync per line)."""
+    with path.open("ab") as file:
+        _write(file, line.encode())
 
 
 def dump_json(value: Any) -> str:
@@ -59,7 +79,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise GnomonError(f"{path} is not valid JSON ({error}). The file is damaged; remove it or restore it.") from None
+        raise GnomonError(
+            f"{path} is not valid JSON ({error}). The file is damaged; remove it or restore it."
+        ) from None
 
 
 @contextmanager
@@ -70,7 +92,9 @@ def written_folder(final: Path, *, force: bool = False) -> Iterator[Path]:
         GnomonError: if `final` exists and is not empty, unless `force`.
     """
     if final.exists() and any(final.iterdir()) and not force:
-        raise GnomonError(f"{final} exists and is not empty. Choose another folder or pass --force to replace it.")
+        raise GnomonError(
+            f"{final} exists and is not empty. Choose another folder or pass --force to replace it."
+        )
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.", suffix=".tmp"))
     try:
@@ -78,7 +102,7 @@ def written_folder(final: Path, *, force: bool = False) -> Iterator[Path]:
         temporary.chmod(0o755)
         if final.exists():
             shutil.rmtree(final)
-        os.replace(temporary, final)
+        _replace(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

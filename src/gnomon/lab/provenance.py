@@ -1,0 +1,104 @@
+"""Where a result came from: code, commit, versions, machine. No user, host or path names."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).resolve().parents[1]
+KERNEL_SOURCES = {".cpp", ".cc", ".c", ".h", ".hpp", ".cu"}
+REPORTED = (
+    "torch",
+    "transformers",
+    "numpy",
+    "scipy",
+    "statsmodels",
+    "safetensors",
+    "tokenizers",
+    "accelerate",
+    "peft",
+    "trl",
+)
+
+
+def code_hash(study_file: Path | None = None) -> str:
+    """Hash of everything that can change a record: the package's Python and kernel sources, the study file.
+
+    Cards, results, templates and docs don't count.
+    """
+    digest = hashlib.sha256()
+    sources = [p for p in PACKAGE.rglob("*") if p.suffix == ".py" or p.suffix in KERNEL_SOURCES]
+    for path in sorted(sources):
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    if study_file is not None and PACKAGE not in study_file.resolve().parents:
+        digest.update(b"study\0" + hashlib.sha256(study_file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def git(*arguments: str, folder: Path) -> str | None:
+    """Output of a git command in `folder`, or None where git or the repository is missing or it fails."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def commit_state() -> dict[str, Any]:
+    """Commit of the tree the package was imported from, and whether that tree differs from it.
+
+    An installed copy outside a repository that tracks it has no commit.
+    """
+    commit = git("rev-parse", "HEAD", folder=PACKAGE)
+    tracked = git("ls-files", "--error-unmatch", "systems.py", folder=PACKAGE)
+    if commit is None or tracked is None:
+        return {"commit": None, "dirty": True}
+    root = Path(git("rev-parse", "--show-toplevel", folder=PACKAGE) or PACKAGE)
+    changed = git("status", "--porcelain", "--untracked-files=no", folder=root)
+    new = git("status", "--porcelain", "--", str(PACKAGE), folder=root)
+    return {"commit": commit, "dirty": bool(changed or new)}
+
+
+def processor() -> str:
+    """Name of the processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.lower().startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def environment(*, threads: int, jobs: int, packages: Iterable[str] = REPORTED) -> dict[str, Any]:
+    """Versions and machine of this process, as `result.json` holds them."""
+    import torch
+
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    cuda = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "platform": f"{sys.platform}-{platform.machine()}",
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "dtype": "bfloat16" if cuda else "float32",
+        "threads": threads,
+        "jobs": jobs,
+        "versions": versions,
+        "kernels": {},
+    }
