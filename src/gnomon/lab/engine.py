@@ -189,7 +189,7 @@ class Lab:
         if self.jobs > 1 and len(todo) > 1:
             self.store.root.mkdir(parents=True, exist_ok=True)
             with WorkerPool(self._reference, self.store, self.jobs) as pool:
-                pool.run(todo, on_done=lambda stage: self._report(stage))
+                pool.run(todo, on_done=self._report)
         else:
             for stage in self.stages.values():
                 self._run_one(stage)
