@@ -1,0 +1,229 @@
+"""`gnomon.run` end to end on the toy study: resume, locks, refusals, report --check, accept, compare."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from filelock import FileLock
+
+import gnomon
+from gnomon.core import files
+from gnomon.core.errors import GnomonError, UsageError
+from gnomon.lab import accept as accepting
+from gnomon.lab.accept import accept
+from gnomon.lab.check import check, remake
+from gnomon.lab.compare import compare
+from gnomon.lab.records import comparable, read_records
+from gnomon.lab.result import load_result
+
+TOY = str(Path(__file__).with_name("toy.py"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    return lambda **kwargs: gnomon.run(TOY, runs=tmp_path / "runs", **kwargs)
+
+
+def test_a_run_leaves_a_complete_folder(run):
+    result = run()
+    folder = result.dir
+    assert {p.name for p in folder.iterdir()} >= {
+        "config.yaml", "stages", "records.jsonl", "result.json", "figures", "report.html",
+    }  # fmt: skip
+    assert {p.name for p in (folder / "figures").iterdir()} == {"totals.svg", "totals.dark.svg"}
+    assert result.data["figures"][0]["caption"] == "Totals per step: the toy's only figure."
+    assert not list(folder.glob("stages/*/checkpoint"))
+    schema = json.loads((Path(gnomon.__file__).parent / "lab" / "result.schema.json").read_text())
+    jsonschema.validate(result.data, schema)
+
+
+def test_the_verdict_follows_from_the_records(run):
+    # toy doubles by construction exceed the baseline by exactly 1 in each of three seeds.
+    claim = run().data["claims"][0]
+    assert (claim["id"], claim["verdict"], claim["grade"]) == ("toy.1", "holds", "T")
+    assert claim["parts"][0]["estimate"] == pytest.approx(1.0) and claim["parts"][0]["n"] == 3
+
+
+def test_the_same_command_prints_the_finished_run(run, tmp_path):
+    log = tmp_path / "log"
+    first = run(overrides={"log": str(log)})
+    lines = log.read_text()
+    assert run(overrides={"log": str(log)}).data == first.data
+    assert log.read_text() == lines
+
+
+def test_again_makes_a_new_run_and_is_then_the_newest(run):
+    first, second = run(), run(again=True)
+    assert second.dir.name == f"{first.dir.name}-2"
+    assert run().dir == second.dir
+    assert comparable(read_records(first.dir / "records.jsonl")) == comparable(
+        read_records(second.dir / "records.jsonl")
+    )
+
+
+def test_a_second_writer_is_refused(run):
+    folder = run().dir
+    (folder / "report.html").unlink()
+    with FileLock(folder / ".lock"), pytest.raises(GnomonError, match="Another process is writing"):
+        run()
+
+
+def test_a_changed_study_stops_unless_accepted_and_then_says_so(tmp_path):
+    study = tmp_path / "mine.py"
+    study.write_text(Path(TOY).read_text())
+    arguments = {"runs": tmp_path / "runs"}
+    folder = gnomon.run(str(study), **arguments).dir
+    (folder / "report.html").unlink()
+    study.write_text(study.read_text() + "\n# changed\n")
+    with pytest.raises(GnomonError, match="--accept-changed-code"):
+        gnomon.run(str(study), **arguments)
+    result = gnomon.run(str(study), **arguments, accept_changed_code=True)
+    assert len(result.data["code"]["accepted_changes"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("study", "arguments", "message"),
+    [
+        ("tlcmm", {}, "'tlcm'"),
+        ("numuon", {}, "planned"),
+        ("no/such.py", {}, "does not exist"),
+        (TOY, {"profile": "smok"}, "'smoke'"),
+        (TOY, {"overrides": {"step": "3"}}, "'steps'"),
+        (TOY, {"model": "x"}, "no setting `model`"),
+        (TOY, {"jobs": 0}, "at least 1"),
+        (TOY, {"rivals": ("a=b:c",)}, "no interchangeable"),
+    ],
+)
+def test_wrong_requests_are_refused_before_anything_is_written(tmp_path, study, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        gnomon.run(study, runs=tmp_path / "runs", **arguments)
+    assert not list((tmp_path / "runs").rglob("*.yaml"))
+
+
+def test_no_disk_space_is_said_before_work(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 10})())
+    with pytest.raises(GnomonError, match="MB free"):
+        run()
+    assert not list((tmp_path / "runs").rglob("config.yaml"))
+
+
+def test_a_run_folder_of_another_version_is_refused(run):
+    folder = run().dir
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(yaml.safe_dump({**config, "schema_version": 99}))
+    (folder / "report.html").unlink()
+    with pytest.raises(GnomonError, match="schema_version 99"):
+        run()
+    data = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**data, "schema_version": 99}))
+    with pytest.raises(GnomonError, match="schema_version 99"):
+        load_result(folder)
+
+
+def test_check_agrees_and_notices_a_doctored_verdict_and_record(run):
+    folder = run().dir
+    assert check(folder) == []
+    data = json.loads((folder / "result.json").read_text())
+    data["claims"][0]["verdict"] = "fails"
+    (folder / "result.json").write_text(json.dumps(data))
+    assert any("claims[0].verdict" in line for line in check(folder))
+    data["claims"][0]["verdict"] = "holds"
+    (folder / "result.json").write_text(json.dumps(data))
+    records = (folder / "records.jsonl").read_text()
+    (folder / "records.jsonl").write_text(records.replace('"seed":2', '"seed":3'))
+    assert any("records.jsonl" in line for line in check(folder))
+
+
+def test_remake_draws_again_and_leaves_the_numbers(run):
+    folder = run().dir
+    before = load_result(folder).data
+    (folder / "figures" / "totals.svg").unlink()
+    remake(folder)
+    assert (folder / "figures" / "totals.svg").exists() and load_result(folder).data == before
+
+
+def test_no_path_reaches_records_or_results(tmp_path):
+    file = tmp_path / "private" / "corpus.txt"
+    file.parent.mkdir()
+    file.write_text("text")
+    folder = gnomon.run(TOY, runs=tmp_path / "runs", overrides={"data": str(file)}).dir
+    for name in ("records.jsonl", "result.json", "report.html"):
+        assert "private" not in (folder / name).read_text(), name
+    assert "private" in (folder / "config.yaml").read_text()
+
+
+def test_accept_refuses_what_is_not_evidence(run, tmp_path, monkeypatch):
+    with pytest.raises(GnomonError, match=r"not by a study of this package.*profile is 'cpu'"):
+        accept(run().dir, into=tmp_path)
+    folder = run(profile="full").dir
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    data = json.loads((folder / "result.json").read_text())
+    monkeypatch.setattr(accepting, "read_config", lambda folder: {**config, "study": "tlcm"})
+    monkeypatch.setattr(accepting, "check", lambda folder: [])
+    head = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    clean = {"hash": "0", "commit": head, "dirty": False, "accepted_changes": []}
+    for change, message in (
+        ({"dirty": True}, "uncommitted changes"),
+        ({"commit": None}, "not started from a commit"),
+        ({"commit": "0" * 40}, "not an ancestor"),
+        ({"accepted_changes": ["1"]}, "changed code"),
+    ):
+        (folder / "result.json").write_text(json.dumps({**data, "code": {**clean, **change}}))
+        with pytest.raises(GnomonError, match=message):
+            accept(folder, into=Path(__file__).parent)
+    if head:
+        (folder / "result.json").write_text(json.dumps({**data, "code": clean}))
+        monkeypatch.setattr(accepting, "git", lambda *arguments, folder: "")
+        assert json.loads(accept(folder, into=tmp_path).read_text())["code"] == clean
+
+
+def test_compare_marks_unequal_budgets(run):
+    rows = compare([run().dir, run(overrides={"steps": "5"}).dir])
+    double = next(row for row in rows if row["metric"] == "double" and row["method"] == "base")
+    assert double["note"] == "" and len([k for k in double if k.startswith("cpu ")]) == 2
+    assert next(row for row in rows if row["method"] == "toy")["note"] == ""
+    with pytest.raises(UsageError, match="at least two"):
+        compare([run().dir])
+
+
+def test_a_figure_that_raises_does_not_cost_the_run(tmp_path):
+    study = tmp_path / "mine.py"
+    text = Path(TOY).read_text()
+    study.write_text(
+        text.replace("import matplotlib.pyplot as plt\n\n    fig", "raise ValueError('no')\n    fig")
+    )
+    lines = []
+    result = gnomon.run(str(study), runs=tmp_path / "runs", progress=lines.append)
+    assert result.data["figures"] == [] and any("totals could not be drawn" in line for line in lines)
+
+
+RANKED = """
+import sys, gnomon
+result = gnomon.run(sys.argv[1], runs=sys.argv[2])
+print("verdict", result.data["claims"][0]["verdict"])
+"""
+
+
+def test_ranks_of_a_launcher_share_one_run(run, tmp_path):
+    script = tmp_path / "ranked.py"
+    script.write_text(RANKED)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29713",
+         str(script), TOY, str(tmp_path / "ranked")],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("verdict holds") == 2
+    (folder,) = (tmp_path / "ranked" / "toy").iterdir()
+    assert comparable(read_records(folder / "records.jsonl")) == comparable(
+        read_records(run().dir / "records.jsonl")
+    )
