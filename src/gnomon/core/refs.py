@@ -5,7 +5,6 @@ Imports neither torch nor Transformers, so the command line may use it freely.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from .files import content_hash
@@ -37,8 +36,11 @@ def portable(value: str) -> str:
     """
     if not value or is_name(value):
         return value
-    path = os.path.expanduser(value)  # os.path, since pathlib raises on strings no file could be named by
-    if not os.path.exists(path):  # noqa: PTH110
+    try:
+        path = Path(value).expanduser()
+        if not path.exists():
+            return value
+    except (OSError, ValueError, RuntimeError):  # no file could have this name (too long, NUL, no such ~user)
         return value
-    resolved = Path(path).resolve()
+    resolved = path.resolve()
     return f"{resolved.name}@sha256:{content_hash(resolved)[:16]}"

