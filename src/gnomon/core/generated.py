@@ -107,11 +107,12 @@ def _story(draw: random.Random) -> str:
 
 
 def _report(draw: random.Random) -> str:
-    plant, place = draw.choice(PLANTS), draw.choice(PLACES)
+    change = f"{draw.choice(['+', '-'])}{draw.randint(1, 60)}% since {draw.randint(1890, 2024)}"
+    price = f"{draw.randint(1, 40)}.{draw.randint(0, 99):02d}"
     return (
-        f"{place}, {_date(draw)}. The {draw.choice(SUBJECTS)} counted {_number(draw)} visitors "
-        f"({draw.choice(['+', '-'])}{draw.randint(1, 60)}% since {draw.randint(1890, 2024)}). Fields of {plant} gave "
-        f"{_number(draw)} tonnes; the price rose to {draw.randint(1, 40)}.{draw.randint(0, 99):02d} on {_date(draw)}. {_sentence(draw)}"
+        f"{draw.choice(PLACES)}, {_date(draw)}. The {draw.choice(SUBJECTS)} counted {_number(draw)} visitors "
+        f"({change}). Fields of {draw.choice(PLANTS)} gave {_number(draw)} tonnes; the price rose to {price} on "
+        f"{_date(draw)}. {_sentence(draw)}"
     )
 
 

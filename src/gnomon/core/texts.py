@@ -140,7 +140,7 @@ def _utf8(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise GnomonError(
-            f"{path} is not UTF-8 (byte {error.start}: {error.reason}); convert it: iconv -f ENCODING -t UTF-8"
+            f"{path} is not UTF-8 (byte {error.start}: {error.reason}); convert it: iconv -f OLD -t UTF-8"
         ) from None
 
 
