@@ -67,13 +67,14 @@ def main(out: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     config = TrainConfig(steps=5, warmup=2, accumulate=2, clip=0.3, checkpoint_every=2)
     result = train(model, Padded(), optimizer, config, resume=Owner(out / f"checkpoints-{rank}"))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
     refusal = ""
     try:
         train(model, Padded(rows=3), optimizer, TrainConfig(steps=1))
     except UsageError as error:
         refusal = str(error)
     end = {
-        "weights": model.state_dict(),
+        "weights": weights,
         "losses": result.losses,
         "tokens": result.tokens,
         "refusal": refusal,

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ Batch = Tensor | Mapping[str, Tensor]
 """Token ids (B, T), or keyword arguments of the model, each with B rows."""
 
 
+@runtime_checkable
 class BatchSource(Protocol):
     """An endless stream of batches that knows its position."""
 
@@ -41,6 +42,7 @@ class BatchSource(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
 class Resumable(Protocol):
     """Whoever owns the run: where checkpoints go, and the records made so far."""
 
