@@ -44,7 +44,7 @@ MIN_REPEATS = 15
 """Interleaved repeats that a timing needs."""
 DRAWS = 10_000
 ASSIGNMENTS = 100_000
-"""A permutation test takes all assignments up to this many (16 signs, orders of 8), else as many at random."""
+"""Permutation tests take all assignments up to this many (16 signs, orders of 8), else as many at random."""
 
 
 @dataclass(frozen=True)
