@@ -250,6 +250,16 @@ def test_bootstrap_refuses_impossible_weights():
         stats.cluster_bootstrap([1.0, 2.0], [1.0], rng=rng())
 
 
+def test_weighted_t_is_the_t_interval_for_equal_weights_and_by_hand_for_others():
+    x = [1.0, 2.0, 4.0]
+    assert stats.weighted_t(x, [3, 3, 3])[:3] == pytest.approx((7 / 3, *stats.paired_t(x).interval))
+    # mean (1*1 + 3*2)/4 = 1.75, error sqrt(2 (.75² + 9 * .25²)) / 4.
+    assert stats.weighted_t([1.0, 2.0], [1, 3])[3] == pytest.approx((2 * (0.5625 + 0.5625)) ** 0.5 / 4)
+    assert stats.weighted_t([5.0], [2]) == (5.0, None, None, None)
+    with pytest.raises(UsageError, match="at least one value"):
+        stats.weighted_t([], [])
+
+
 def test_median_ratio_cancels_drift_and_covers():
     base = np.linspace(1, 2, 15)
     assert stats.median_ratio(3 * base, base, rng=rng()).interval == pytest.approx((3, 3))

@@ -215,6 +215,28 @@ def cluster_bootstrap(
     return Estimate(value, (float(low), float(high)), n, min(1.0, float(p)))
 
 
+def weighted_t(
+    values: ArrayLike, weights: ArrayLike
+) -> tuple[float, float | None, float | None, float | None]:
+    """(mean, low, high, standard error) of a weighted mean, for tables; verdicts use the estimators above.
+
+    The 95 % t interval with the linearised error `sqrt(n/(n-1) sum w²(x - mean)²) / sum w`; for equal weights
+    the usual one. One value has no interval.
+    """
+    x, w = _numbers(values, "values"), _numbers(weights, "weights")
+    _same_size(x, w)
+    if x.size == 0 or w.min() <= 0:
+        raise UsageError("A weighted mean needs at least one value, and weights above 0.")
+    n, mean = x.size, float(w @ x / w.sum())
+    if n == 1:
+        return mean, None, None, None
+    from scipy.stats import t
+
+    error = math.sqrt(n / (n - 1) * float(w**2 @ (x - mean) ** 2)) / float(w.sum())
+    half = error * float(t.ppf(1 - ALPHA / 2, n - 1))
+    return mean, mean - half, mean + half, error
+
+
 def median_ratio(
     slower: ArrayLike, faster: ArrayLike, *, rng: np.random.Generator, draws: int = DRAWS
 ) -> Estimate:
