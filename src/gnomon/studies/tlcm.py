@@ -12,12 +12,27 @@ clusters coincide; the tokens that later stages use are drawn by `correction` an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from gnomon.lab import Done, StageContext
+from gnomon.core.errors import UsageError
+from gnomon.lab import Done, Lab, StageContext, StudyConfig
+from gnomon.lab.claims import (
+    AllOf,
+    CannotJudge,
+    Count,
+    Dip,
+    FullScale,
+    HoldsOnly,
+    Judgement,
+    KofN,
+    Paired,
+    Rule,
+)
+
+from .tlcm_figures import adaptivity, band, eigenvalues, learning, similarity, steering_gain, token_kinds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,11 +41,286 @@ if TYPE_CHECKING:
     from gnomon.core.models import Loaded
     from gnomon.methods.interpret.tlcm import Trace
 
-ALPHAS = tuple(round(-1 + 0.1 * k, 1) for k in range(21)) + (1.5, 2.0, 2.5, 3.0)
+ALPHAS = (*(round(-1 + 0.1 * k, 1) for k in range(21)), 1.5, 2.0, 2.5, 3.0)
 """The paper's grid, and beyond it, where the correction weakens."""
+KINDS = ("layer", "attn", "mlp", "attn-mlp")
 TOP = 50
 """Directions holding most of a contribution, whose eigenvalues are judged."""
 EARLIEST = 8  # tokens drawn for the causal stages have at least this much context
+
+
+@dataclass(frozen=True, kw_only=True)
+class TLCMStudy(StudyConfig):
+    """Settings, stages and claims of the study."""
+
+    model: str = "smollm2-135m"
+    """Any causal language model with accessible decoder layers: embedded name, `tiny:`, folder or hub id."""
+    data: str = "mixed"
+    """Text it is measured on: recipe, file or folder (`core.data`)."""
+    tokens: int = 5_200
+    """Tokens counted; the claim asks for 5,000, the paper took about 100,000."""
+    random_tokens: int = 1_500
+    """Tokens counted on the untrained twin."""
+    length: int = 512
+    """Tokens a document is cut to."""
+    causal_tokens: int = 24
+    """Drawn tokens for sweeps and Jacobians, one per document."""
+    steering_pairs: int = 3
+    """Correcting pairs that are steered into, the strongest first."""
+    steering_tokens: int = 5
+    """Drawn tokens for the mean Jacobian, and as many others for the injections."""
+    vectors: int = 8
+    """Steering vectors per pair and eigenspace."""
+    strengths: tuple[float, ...] = (0.05, 0.2, 0.8)
+    """Length of the push as a share of the residual stream's norm; the claim is judged at the first."""
+    small: str = "tiny:llama-0.5m"
+    """The model trained from scratch for the emergence claim."""
+    small_data: str = "stdlib"
+    at: tuple[int, ...] = (10, 30, 100, 250)
+    """Training steps after which the small model is measured; the last ends training."""
+    small_batch: int = 8
+    small_length: int = 128
+    small_lr: float = 2e-3
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of the small model; the pretrained one is measured once, with intervals over documents."""
+
+    slug: ClassVar[str] = "tlcm"
+    sources: ClassVar[tuple[str, ...]] = ("model", "data", "small_data")
+    profiles: ClassVar[dict[str, dict[str, Any]]] = {
+        "smoke": {
+            "model": "tiny:llama-10k",
+            "data": "generated:12",
+            "tokens": 600,
+            "random_tokens": 200,
+            "length": 96,
+            "causal_tokens": 6,
+            "steering_pairs": 1,
+            "steering_tokens": 2,
+            "vectors": 3,
+            "small": "tiny:llama-10k",
+            "small_data": "generated:30",
+            "at": (2, 4),
+            "small_batch": 4,
+            "small_length": 64,
+            "seeds": (0, 1),
+        },
+        "full": {
+            "tokens": 60_000,
+            "random_tokens": 6_000,
+            "length": 1024,
+            "causal_tokens": 100,
+            "steering_tokens": 12,
+            "vectors": 16,
+            "strengths": (0.02, 0.05, 0.1, 0.2, 0.4, 0.8),
+            "small": "tiny:llama-3m",
+            "at": (10, 30, 100, 300, 1000, 2500),
+            "small_lr": 1e-3,
+            "seeds": (0, 1, 2, 3, 4),
+        },
+        "gpu": {
+            "model": "meta-llama/Llama-3.1-8B",
+            "tokens": 100_000,
+            "random_tokens": 0,
+            "length": 1024,
+            "causal_tokens": 50,
+            "small": "tiny:llama-3m",
+            "at": (10, 30, 100, 300, 1000, 3000, 10_000, 30_000),
+            "seeds": (0, 1, 2, 3, 4),
+        },
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in (
+            "tokens",
+            "length",
+            "causal_tokens",
+            "steering_tokens",
+            "vectors",
+            "small_batch",
+            "small_length",
+        ):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if not self.at or min(self.at) < 1:
+            raise UsageError(f"at must name training steps from 1 on, got {self.at}.")
+        if not self.strengths or min(self.strengths) <= 0:
+            raise UsageError(f"strengths must be positive, got {self.strengths}.")
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return (self.model, self.small)
+
+    def check(self) -> None:
+        from gnomon.core.data import corpus
+        from gnomon.core.models import require
+
+        require(self.model)
+        require(self.small)
+        for data in (self.data, self.small_data):
+            corpus(data)
+
+    def run(self, lab: Lab) -> None:
+        text = {"model": self.model, "data": self.data, "length": self.length}
+        measured = lab.stage(
+            correction, tokens=self.tokens, draws=self.causal_tokens, seed=0, random=False, **text
+        )
+        if self.random_tokens:
+            lab.stage(correction, tokens=self.random_tokens, draws=0, seed=0, random=True, **text)
+        for seed in lab.seeds:
+            lab.stage(
+                emergence,
+                small=self.small,
+                data=self.small_data,
+                at=self.at,
+                batch=self.small_batch,
+                length=self.small_length,
+                lr=self.small_lr,
+                seed=seed,
+            )
+        lab.stage(sweep, measured=measured, tokens=self.causal_tokens, **text)
+        for kind in ("correcting", "control"):
+            lab.stage(jacobians, measured=measured, tokens=self.causal_tokens, kind=kind, seed=1, **text)
+        for rank in range(self.steering_pairs):
+            lab.stage(
+                steering,
+                measured=measured,
+                rank=rank,
+                tokens=self.steering_tokens,
+                vectors=self.vectors,
+                strengths=self.strengths,
+                seed=rank,
+                **text,
+            )
+        self._claims(lab)
+        for figure in (band, similarity, token_kinds, adaptivity, eigenvalues, steering_gain, learning):
+            lab.figure(figure)
+
+    def _claims(self, lab: Lab) -> None:
+        active = Paired(
+            metric="share of tokens with an activation", method="model", over="item", side="above", bound=0.9
+        )
+        lab.claim("tlcm.1", part="a", rule=AllOf({"band": CorrectionBand(), "tokens": active}), grade="R")
+        end, start = {"step": max(self.at)}, {"step": 0}
+        deepest = Paired(metric="deepest correction", method="small model", where=end, side="below")
+        lab.claim(
+            "tlcm.1",
+            part="b",
+            rule=AllOf(
+                {
+                    "no band at step 0": Count(
+                        metric="pairs beyond chance", where=start, equals=0, at_least=3
+                    ),
+                    "below 0 at the end": deepest,
+                    "deeper than at step 0": replace(deepest, to_where=start, equal=()),
+                }
+            ),
+            grade="T",
+        )
+        by_class = {
+            kind: Paired(
+                metric="activations by class",
+                method="model",
+                where={"class": kind},
+                to_where={"class": "word"},
+                over="item",
+                independent=True,
+                side="above",
+            )
+            for kind in ("newline", "punctuation", "digits")
+        }
+        lab.claim("tlcm.2", rule=AllOf(by_class), grade="R")
+        slope = Paired(
+            metric="slope over alpha",
+            method="correcting",
+            over="item",
+            pool=("pair",),
+            side="below",
+            at_least=20,
+            equal=(),
+        )
+        lab.claim(
+            "tlcm.3",
+            rule=AllOf(
+                {
+                    "below 0": slope,
+                    "below control": replace(slope, to="control"),
+                    "pairs": HoldsOnly(Count(metric="pairs swept", method="correcting", minimum=3)),
+                }
+            ),
+            grade="R",
+        )
+        dip = Dip(metric="top eigenvalue", method="correcting", otherwise="fails")
+        share = Paired(
+            metric="negative share of eigenvalues",
+            method="correcting",
+            to="control",
+            over="item",
+            side="above",
+            equal=("calls",),
+        )
+        lab.claim(
+            "tlcm.4",
+            rule=AllOf(
+                {
+                    "two modes": dip,
+                    "one mode in control pairs": replace(
+                        dip, method="control", rejects=False, otherwise="undecided"
+                    ),
+                    "negative share": HoldsOnly(share),
+                }
+            ),
+            grade="R",
+        )
+        reason = "propose-and-reject explains vague features, weak steering and transcoders on models of 8B"
+        lab.claim("tlcm.5", part="interpretation", rule=FullScale(reason), grade="R")
+        lost = Paired(
+            metric="gain lost in the next layer",
+            method="negative",
+            to="positive",
+            where={"strength": self.strengths[0]},
+            over="item",
+            side="above",
+            equal=("calls",),
+            at_least=20,
+        )
+        lab.claim("tlcm.5", part="consequence", rule=lost, grade="R")
+
+
+@dataclass(frozen=True)
+class CorrectionBand(Rule):
+    """The row's own rule: enough pairs of layers whose interval lies wholly below 0 and below both nulls.
+
+    The Gaussian null's mean is 0, so lying below 0 is lying below it; the other null is the cross-token one.
+    """
+
+    least_pairs: int = 3
+    least_tokens: int = 5_000
+
+    def measure(self, frame: pd.DataFrame) -> Judgement:
+        rows = frame[(frame["metric"] == "adjacent cosine") & (frame["method"] == "model")]
+        pairs = sorted(rows["pair"].unique()) if "pair" in rows else []
+        tokens = rows.loc[rows["pair"] == pairs[0], "weight"].sum() if pairs else 0
+        if tokens < self.least_tokens:
+            raise CannotJudge(f"{tokens:,.0f} tokens, at least {self.least_tokens:,} are needed")
+        return self._over(pairs).measure(frame)
+
+    def _over(self, pairs: Sequence[int]) -> KofN:
+        rules = {}
+        for pair in pairs:
+            below = Paired(
+                metric="adjacent cosine", method="model", where={"pair": pair}, over="item", side="below"
+            )
+            null = replace(below, to_metric="cross-token cosine")
+            rules[f"pair {pair:.0f}"] = AllOf({"below 0": below, "below other tokens": null})
+        return KofN(min(self.least_pairs, len(pairs)), rules, holm=False, fails="none holds")
+
+    def describe(self) -> str:
+        return (
+            f"At least {self.least_pairs} pairs of neighbouring layers have a mean cosine whose 95 % bootstrap "
+            "interval over documents lies wholly below 0 (the Gaussian null) and below the cosine of different "
+            f"tokens, on at least {self.least_tokens:,} tokens; fails if no pair does."
+        )
 
 
 # ------------------------------------------------------------------------------------------- what is there
@@ -54,7 +344,7 @@ def correction(
     loaded = load(model, random=random)
     method = "random weights" if random else "model"
     generator = torch.Generator().manual_seed(seed)
-    running = {kind: tlcm.RunningSimilarity(kind) for kind in tlcm.KINDS}
+    running = {kind: tlcm.RunningSimilarity(kind) for kind in KINDS}
     positions, number, ids, drawn = [], [], [], []
     counted = documents = 0
     for name, sequence in sequences(loaded, data, length):
@@ -145,15 +435,19 @@ def sweep(ctx: StageContext, *, measured: Done, model: str, data: str, length: i
                 [tlcm.alpha_sweep(loaded.model, trace, i, draw["token"], ALPHAS) for i in pairs]
             )
             slopes = np.polyfit(alphas[low], cosines[:, low].T, 1)[0]
-            ctx.record(
-                method=method,
-                metric="slope over alpha",
-                value=slopes.mean(),
-                item=draw["document"],
-                budget={"calls": len(pairs) * len(ALPHAS)},
-            )
+            for pair, slope in zip(pairs, slopes, strict=True):
+                ctx.record(
+                    method=method,
+                    metric="slope over alpha",
+                    value=slope,
+                    item=draw["document"],
+                    tags={"pair": pair},
+                    budget={"calls": len(ALPHAS)},
+                )
             for pair, curve in zip(pairs, cosines, strict=True):
                 curves[method].append(np.concatenate([[pair], curve]))
+    for method, rows in curves.items():
+        ctx.record(method=method, metric="pairs swept", value=len({row[0] for row in rows}))
     np.savez(ctx.dir / "curves.npz", alphas=alphas, **{name: np.array(rows) for name, rows in curves.items()})
 
 
@@ -309,9 +603,8 @@ def emergence(
 
     def measure(step: int) -> None:
         for name, value, tags in pretraining_state(loaded.model, held_out):
-            label = "small model" if step else "small model before training"
             ctx.record(
-                method=label,
+                method="small model",
                 metric=name,
                 value=value,
                 tags={"step": step, **tags},
@@ -426,200 +719,3 @@ def by_strength(measured: Done) -> list[int]:
     """Correcting pairs, the most negative mean cosine first."""
     real, _ = mean_cosines(measured)
     return sorted(bands(measured)[0], key=lambda pair: real[pair])
-
-
-# ---------------------------------------------------------------------------------------------------- figures
-
-
-def band(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
-    """Which layers undo the one before. Each point is the mean cosine between what two neighbouring layers
-    add to the residual stream at the same token (95 % interval over documents); below zero, the later layer
-    takes back part of what the earlier one wrote. The grey line takes the two contributions from different
-    tokens: what a shared, token-independent direction alone would give. Random weights show no such band.
-    """
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(7.2, 3.6))
-    ax.axhline(0, color="grey", linewidth=0.8)
-    for method, metric, label, look in (
-        ("random weights", "adjacent cosine", "random weights", {"color": "C4", "alpha": 0.8}),
-        ("model", "cross-token cosine", "different tokens (null)", {"color": "grey", "linestyle": "--"}),
-        ("model", "adjacent cosine", "the model", {"color": "C0", "marker": "o", "markersize": 3.5}),
-    ):
-        mean, low, high = by_pair(records, method, metric)
-        ax.plot(mean.index, mean, label=label, **look)
-        ax.fill_between(mean.index, low, high, color=look["color"], alpha=0.2, linewidth=0)
-    ax.set(xlabel="pair of layers (i, i+1)", ylabel="mean cosine")
-    ax.legend(ncols=3, loc="upper center")
-    ax.margins(y=0.2)
-    fig.savefig(path)
-
-
-def similarity(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
-    """Every layer against every other. Mean cosine of contributions of layer i (rows) and j (columns); blue
-    agrees, red opposes. The correction sits beside the diagonal of the whole layers and is mostly the
-    work of the MLPs; attention layers agree with each other. Last panel: attention (rows) against MLP (columns).
-    """
-    import matplotlib.pyplot as plt
-
-    matrices = np.load(measured_model(done).dir / "similarity.npz")
-    fig, axes = plt.subplots(1, 4, figsize=(10.5, 3.0), sharey=True)
-    titles = {"layer": "whole layers", "attn": "attention", "mlp": "MLP", "attn-mlp": "attention / MLP"}
-    for ax, (kind, title) in zip(axes, titles.items(), strict=True):
-        shown = matrices[kind].copy()
-        if kind != "attn-mlp":
-            np.fill_diagonal(shown, np.nan)
-        image = ax.imshow(shown, cmap="RdBu", vmin=-0.2, vmax=0.2)
-        ax.set(title=title, xlabel="layer j")
-    axes[0].set_ylabel("layer i")
-    fig.colorbar(image, ax=axes, shrink=0.8, extend="both")
-    fig.savefig(path)
-
-
-def token_kinds(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
-    """Which tokens are corrected most. Left: activations per token (pairs of layers with a cosine below -0.1),
-    by kind of token, with 95 % intervals over token types. Right: against the position in the document.
-    """
-    import matplotlib.pyplot as plt
-
-    fig, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.2), width_ratios=[3, 2])
-    table = records[(records["metric"] == "activations by class") & (records["method"] == "model")]
-    groups = [(name, group) for name, group in table.groupby("class") if group["weight"].sum() >= 20]
-    groups.sort(key=lambda pair: np.average(pair[1]["value"], weights=pair[1]["weight"]))
-    for row, (name, group) in enumerate(groups):
-        mean, low, high = weighted_interval(group["value"], group["weight"])
-        left.errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", color="C0", capsize=3)
-        left.annotate(f"{int(group['weight'].sum()):,} tokens", (high, row), xytext=(6, -3), textcoords="offset points",
-                      fontsize=8)  # fmt: skip
-    left.set_yticks(range(len(groups)), [name for name, _ in groups])
-    left.set(xlabel="activations per token", ylim=(-0.6, len(groups) - 0.4))
-    left.margins(x=0.25)
-    stored = np.load(measured_model(done).dir / "positions.npz")
-    edges = np.linspace(0, stored["position"].max() + 1, 17)
-    bins = np.digitize(stored["position"], edges) - 1
-    means = [stored["number"][bins == b].mean() for b in range(16) if (bins == b).any()]
-    centres = [edges[b : b + 2].mean() for b in range(16) if (bins == b).any()]
-    right.plot(centres, means, marker="o", markersize=3)
-    right.set(xlabel="position in the document", ylabel="activations per token")
-    fig.savefig(path)
-
-
-def adaptivity(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
-    """The correction answers what was written. The contribution a of the earlier layer is scaled by 1 + alpha
-    before the next layer reads it: at alpha = -1 it is gone, at 1 doubled. In correcting pairs the next
-    layer's output turns against a as a grows; in control pairs it hardly cares. Thin lines are single pairs.
-    """
-    import matplotlib.pyplot as plt
-
-    curves = np.load(done["sweep"][0].dir / "curves.npz")
-    fig, axes = plt.subplots(1, 2, figsize=(8.4, 3.2), sharey=True)
-    for ax, kind, colour in zip(axes, ("correcting", "control"), ("C1", "C0"), strict=True):
-        rows = curves[kind]
-        ax.axhline(0, color="grey", linewidth=0.8)
-        for pair in np.unique(rows[:, 0]) if rows.size else ():
-            ax.plot(
-                curves["alphas"],
-                rows[rows[:, 0] == pair, 1:].mean(0),
-                color=colour,
-                alpha=0.25,
-                linewidth=0.8,
-            )
-        if rows.size:
-            ax.plot(curves["alphas"], rows[:, 1:].mean(0), color=colour, linewidth=2.2)
-        ax.set(title=f"{kind} pairs", xlabel="alpha")
-    axes[0].set_ylabel("cosine of a and the next layer's output")
-    fig.savefig(path)
-
-
-def eigenvalues(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
-    """What happens to each direction. Eigenvalues of the next layer's (symmetric) response, for the directions
-    that hold most of a: -1 undoes a direction completely, above 0 strengthens it. The paper sees two
-    humps, near -1 and +0.5, in an 8-billion-parameter model; control pairs have one, at 0.
-    """
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(6.4, 3.2))
-    table = records[records["metric"] == "top eigenvalue"]
-    edges = np.linspace(-2, 2, 61)
-    for kind, colour in (("control", "C0"), ("correcting", "C1")):
-        values = table.loc[table["method"] == kind, "value"].clip(-2, 2)
-        ax.hist(values, bins=edges, density=True, histtype="stepfilled", alpha=0.35, color=colour, label=kind)
-        ax.hist(values, bins=edges, density=True, histtype="step", color=colour)
-    ax.axvline(0, color="grey", linewidth=0.8)
-    ax.set(xlabel="eigenvalue", ylabel="density")
-    ax.legend()
-    fig.savefig(path)
-
-
-def steering_gain(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
-    """What survives of a push. A vector is added to the residual stream after a correcting layer's first half;
-    plotted is the share of the push along itself that the next layer takes away (below 0: it adds to it). Vectors
-    from the negative eigenspace are resisted, those from the positive one are not.
-    """
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(6.4, 3.2))
-    table = records[records["metric"] == "gain lost in the next layer"]
-    ax.axhline(0, color="grey", linewidth=0.8)
-    for method, colour in (("negative", "C1"), ("any direction", "grey"), ("positive", "C0")):
-        groups = table[table["method"] == method].groupby("strength")["value"]
-        if not len(groups):
-            continue
-        mean, error = groups.mean(), 1.96 * groups.std() / groups.count() ** 0.5
-        ax.errorbar(
-            mean.index, mean, yerr=error, marker="o", markersize=4, color=colour, label=method, capsize=3
-        )
-    ax.set_xscale("log")
-    ax.set(xlabel="length of the push / norm of the residual stream", ylabel="share lost")
-    ax.legend()
-    fig.savefig(path)
-
-
-def learning(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
-    """How it comes about. A small model is trained from scratch, one line per seed. Left: the most negative
-    mean cosine of neighbouring layers (below its null as well); right: all pairs of the first seed.
-    """
-    import matplotlib.pyplot as plt
-
-    small = records[records["method"].str.startswith("small model")]
-    fig, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.2))
-    for _, group in small[small["metric"] == "deepest correction"].groupby("seed"):
-        left.plot(group["step"], group["value"], marker="o", markersize=3, color="C0", alpha=0.7)
-    left.axhline(0, color="grey", linewidth=0.8)
-    left.set(xlabel="training step", ylabel="deepest mean cosine")
-    pairs = small[(small["metric"] == "adjacent cosine") & (small["seed"] == small["seed"].min())]
-    for pair, group in pairs.groupby("pair"):
-        right.plot(group["step"], group["value"], marker="o", markersize=3, label=f"pair {int(pair)}")
-    right.axhline(0, color="grey", linewidth=0.8)
-    right.set(xlabel="training step", ylabel="mean cosine")
-    right.legend(fontsize=8)
-    for ax in (left, right):
-        ax.set_xscale("symlog", linthresh=10)
-    fig.savefig(path)
-
-
-def measured_model(done: dict[str, list[Done]]) -> Done:
-    """The `correction` stage of the model itself, not of its random twin."""
-    return next(stage for stage in done["correction"] if not stage.args["random"])
-
-
-def weighted_interval(values: Any, weights: Any) -> tuple[float, float, float]:
-    """Mean with the interval that verdicts over items use."""
-    from gnomon.core.stats import cluster_bootstrap
-
-    found = cluster_bootstrap(
-        np.asarray(values), np.asarray(weights), rng=np.random.default_rng(0), draws=2000
-    )
-    assert found.value is not None
-    low, high = found.interval or (found.value, found.value)
-    return found.value, low, high
-
-
-def by_pair(records: pd.DataFrame, method: str, metric: str) -> tuple[pd.Series, pd.Series, pd.Series]:
-    """Mean and interval over documents of a metric, by pair of layers."""
-    import pandas as pd
-
-    table = records[(records["method"] == method) & (records["metric"] == metric)]
-    rows = {int(p): weighted_interval(g["value"], g["weight"]) for p, g in table.groupby("pair")}
-    whole = pd.DataFrame.from_dict(rows, orient="index", columns=["mean", "low", "high"])
-    return whole["mean"], whole["low"], whole["high"]
