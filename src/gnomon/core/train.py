@@ -18,14 +18,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from . import checkpoint
-from .errors import GnomonError, MissingExtra, NumericalFailure, UsageError
+from .errors import GnomonError, MissingExtra, NumericalFailure, UsageError, unknown
+
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
+AUTOCASTS = ("none", "bf16")
 
 Batch = Tensor | Mapping[str, Tensor]
 """Token ids (B, T), or keyword arguments of the model, each with B rows."""
@@ -64,20 +67,20 @@ class TrainConfig:
     """Peak learning rate of the optimizer's first group; the others keep their ratio to it. None: as they are."""
     warmup: int = 0
     """Steps over which the rate rises linearly; step 1 already has 1/warmup of the peak."""
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """After the warm-up. `wsd` (warm-up, stable, decay) is constant, then falls linearly over the last `decay`."""
+    schedule: str = "cosine"
+    """After the warm-up, one of `SCHEDULES`; `wsd` (warm-up, stable, decay) is constant, then linear."""
     min_lr_ratio: float = 0.0
     """What the schedule falls to, as a share of the peak; reached one step after the last."""
     decay: float = 0.2
-    """Share of all steps in which `wsd` falls."""
+    """Share of all steps, at the end, in which `wsd` falls."""
     clip: float | None = 1.0
     """Largest global gradient norm; None never clips."""
     accumulate: int = 1
     """Batches per optimizer step."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; None writes none."""
-    autocast: Literal["none", "bf16"] = "none"
-    """Precision of forward passes; weights and optimizer keep theirs."""
+    autocast: str = "none"
+    """Precision of forward passes, one of `AUTOCASTS`; weights and optimizer keep theirs."""
 
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("accumulate", self.accumulate)):
@@ -87,10 +90,10 @@ class TrainConfig:
             raise UsageError(
                 f"warmup={self.warmup} must lie in [0, steps={self.steps}]: a longer one never reaches the peak rate."
             )
-        if self.schedule not in ("cosine", "linear", "constant", "wsd"):
-            raise UsageError(f"schedule={self.schedule!r} must be cosine, linear, constant or wsd.")
-        if self.autocast not in ("none", "bf16"):
-            raise UsageError(f"autocast={self.autocast!r} must be none or bf16.")
+        if self.schedule not in SCHEDULES:
+            raise unknown("schedule", self.schedule, SCHEDULES)
+        if self.autocast not in AUTOCASTS:
+            raise unknown("autocast", self.autocast, AUTOCASTS)
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise UsageError(
                 f"lr={self.lr} must be positive and finite, or None to keep the optimizer's own."
