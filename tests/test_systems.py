@@ -26,7 +26,8 @@ def test_every_promised_system_has_one_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "slug"), [("set_llm", "set-llm"), ("tail-lru", "tail_lru"), ("progress-advantage", "progress_advantage")]
+    ("asked", "slug"),
+    [("set_llm", "set-llm"), ("tail-lru", "tail_lru"), ("progress-advantage", "progress_advantage")],
 )
 def test_dash_and_underscore_are_equal(asked: str, slug: str) -> None:
     assert find(asked) is find(slug)
@@ -51,6 +52,8 @@ def test_rows_are_complete_and_say_only_what_exists(system) -> None:
 
 def test_the_table_imports_nothing_of_gnomon() -> None:
     code = "import sys, gnomon.systems; print(*[m for m in sys.modules if m.startswith('gnomon') or m == 'torch'])"
-    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    seen = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert set(seen) == {"gnomon", "gnomon.systems"}
     assert find_spec("torch") is not None  # otherwise the absence of torch above would show nothing

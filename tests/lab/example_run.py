@@ -7,7 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-HOSTILE = ("<script>alert(1)</script>", "</script><img src=x onerror=alert(2)>", '" onerror="alert(3)', "{{ 7 * 7 }}")
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "</script><img src=x onerror=alert(2)>",
+    '" onerror="alert(3)',
+    "{{ 7 * 7 }}",
+)
 
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 300" font-family="sans-serif" font-size="13">
 <style>*{{stroke-linecap:round}}</style><rect width="720" height="300" fill="{back}"/>{bars}

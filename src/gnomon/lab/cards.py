@@ -22,7 +22,16 @@ from gnomon.core.errors import GnomonError, nearest, unknown
 from gnomon.core.files import read_json
 from gnomon.lab.schema import check_result
 
-__all__ = ["Card", "Claim", "ClaimPart", "accepted_result", "accepted_results", "known_cards", "load_card", "parse_card"]
+__all__ = [
+    "Card",
+    "Claim",
+    "ClaimPart",
+    "accepted_result",
+    "accepted_results",
+    "known_cards",
+    "load_card",
+    "parse_card",
+]
 
 
 @dataclass(frozen=True)
@@ -119,8 +128,12 @@ def parse_card(text: str, source: str) -> Card:
         raise GnomonError(f"{source}: links must map a name to an address, not be a {type(links).__name__}.")
     for name, address in links.items():
         if urlsplit(str(address)).scheme not in ("http", "https"):
-            raise GnomonError(f"{source}: link {name!r} is {address!r}; only http and https addresses are allowed.")
-    claims = tuple(_claim(row, f"{source}: claims[{i}]") for i, row in enumerate(_sequence(top, "claims", source)))
+            raise GnomonError(
+                f"{source}: link {name!r} is {address!r}; only http and https addresses are allowed."
+            )
+    claims = tuple(
+        _claim(row, f"{source}: claims[{i}]") for i, row in enumerate(_sequence(top, "claims", source))
+    )
     ids = [claim.id for claim in claims]
     if repeated := sorted({id for id in ids if ids.count(id) > 1}):
         raise GnomonError(f"{source}: claim id {repeated[0]!r} is used twice; ids must differ.")
@@ -156,7 +169,9 @@ def load_card(slug: str) -> Card:
         raise unknown("card", slug, known_cards())
     card = parse_card(files("gnomon").joinpath("cards", f"{name}.md").read_text("utf-8"), f"cards/{name}.md")
     if card.slug.replace("-", "_") != name.replace("-", "_"):
-        raise GnomonError(f"cards/{name}.md says slug: {card.slug}. File name and slug must agree; rename one.")
+        raise GnomonError(
+            f"cards/{name}.md says slug: {card.slug}. File name and slug must agree; rename one."
+        )
     return card
 
 
@@ -165,7 +180,9 @@ def accepted_results(folder: Path | None = None) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     source = folder if folder is not None else Path(str(files("gnomon").joinpath("results")))
     if folder is not None and not folder.is_dir():
-        raise GnomonError(f"{folder} is not a folder, so it holds no accepted results. Name one with *.json files.")
+        raise GnomonError(
+            f"{folder} is not a folder, so it holds no accepted results. Name one with *.json files."
+        )
     for path in sorted(source.glob("*.json")):
         result = check_result(read_json(path), path)
         found[str(result["slug"]).replace("-", "_")] = result
@@ -198,7 +215,9 @@ def _names(kind: type) -> set[str]:
 
 def _mapping(value: Any, known: set[str], source: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise GnomonError(f"{source}: expected fields {', '.join(sorted(known))}, found {type(value).__name__}.")
+        raise GnomonError(
+            f"{source}: expected fields {', '.join(sorted(known))}, found {type(value).__name__}."
+        )
     for name in value:
         if name not in known:
             raise GnomonError(f"{source}: unknown field {name!r}.{nearest(str(name), known)}")

@@ -18,7 +18,17 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-__all__ = ["GRADES", "VERDICTS", "Plot", "interval_text", "json_block", "number", "plot", "render", "shared_span"]
+__all__ = [
+    "GRADES",
+    "VERDICTS",
+    "Plot",
+    "interval_text",
+    "json_block",
+    "number",
+    "plot",
+    "render",
+    "shared_span",
+]
 
 VERDICTS = {
     "holds": "the evidence lies wholly on the claimed side",
@@ -65,7 +75,7 @@ def number(value: float | int | None, decimals: int | None = None) -> str:
 
 
 def decimals_for(low: float | None, high: float | None) -> int | None:
-    """Decimals that an interval deserves: one significant digit of its half width, two when that begins with 1 or 2.
+    """Decimals that an interval deserves: one significant digit of its half width, two when that begins with 1 to 5.
 
     None when there is no width to go by, or when it is so small that plain decimals would be unreadable.
     """
@@ -73,7 +83,7 @@ def decimals_for(low: float | None, high: float | None) -> int | None:
         return None
     half = (high - low) / 2
     exponent = math.floor(math.log10(half))
-    digits = -exponent + (half / 10**exponent < 3)
+    digits = -exponent + (half / 10**exponent < 6)
     return max(digits, 0) if digits <= 6 else None
 
 
@@ -167,7 +177,15 @@ def plot(
     centre = at(middle)
     assert centre is not None  # `middle` is a number
     shown = number(middle, decimals_for(low, high))
-    return Plot(width, centre, at(low), at(high), at(reference), number(reference), f"Estimate {shown}{interval}{against}")
+    return Plot(
+        width,
+        centre,
+        at(low),
+        at(high),
+        at(reference),
+        number(reference),
+        f"Estimate {shown}{interval}{against}",
+    )
 
 
 @cache

@@ -39,7 +39,9 @@ def write_report(run_dir: Path) -> Path:
     """
     source = run_dir / "result.json"
     if not source.is_file():
-        raise GnomonError(f"{run_dir} has no result.json, so the run is not finished. Run the same command again.")
+        raise GnomonError(
+            f"{run_dir} has no result.json, so the run is not finished. Run the same command again."
+        )
     result = check_result(read_json(source), source)
     card = _card(result["slug"])
     methods = result["methods"]
@@ -96,7 +98,9 @@ def headline_groups(methods: Iterable[Json]) -> list[Json]:
         for metric in method["metrics"]:
             if not metric["tags"]:
                 key = (metric["metric"], metric["unit"])
-                group = groups.setdefault(key, {"metric": key[0], "unit": key[1], "better": metric["better"], "rows": []})
+                group = groups.setdefault(
+                    key, {"metric": key[0], "unit": key[1], "better": metric["better"], "rows": []}
+                )
                 group["rows"].append(_row(method["name"], metric))
     for group in groups.values():
         span = shared_span([row[end] for row in group["rows"] for end in ("mean", "low", "high")])
@@ -156,7 +160,9 @@ def _part(part: Json) -> Json:
 def _figure(run_dir: Path, figure: Json) -> Json:
     name = figure["name"]
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise GnomonError(f"{run_dir}: figure name {name!r} is not a plain file name (letters, digits, '.', '_', '-').")
+        raise GnomonError(
+            f"{run_dir}: figure name {name!r} is not a plain file name (letters, digits, '.', '_', '-')."
+        )
     folder = run_dir / "figures"
     light, dark = (_data_address(folder / file) for file in (f"{name}.svg", f"{name}.dark.svg"))
     return {"name": name.replace("_", " "), "caption": figure["caption"], "light": light, "dark": dark}
@@ -181,12 +187,20 @@ def _notices(result: Json) -> list[Json]:
         )
     code = result["code"]
     if code["dirty"] or code["accepted_changes"]:
-        cause = "the code changed during the run" if code["accepted_changes"] else "the run began in a modified tree"
-        notices.append({"head": "Not reproducible from a commit.", "text": f"It cannot be accepted: {cause}."})
+        cause = (
+            "the code changed during the run"
+            if code["accepted_changes"]
+            else "the run began in a modified tree"
+        )
+        notices.append(
+            {"head": "Not reproducible from a commit.", "text": f"It cannot be accepted: {cause}."}
+        )
     failed = [stage["function"] for stage in result["stages"] if stage["failed"]]
     if failed:
         count = "One stage" if len(failed) == 1 else f"{len(failed)} stages"
-        notices.append({"head": f"{count} failed.", "text": f"See {', '.join(sorted(set(failed)))} under Run, Stages."})
+        notices.append(
+            {"head": f"{count} failed.", "text": f"See {', '.join(sorted(set(failed)))} under Run, Stages."}
+        )
     return notices
 
 

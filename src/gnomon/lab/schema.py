@@ -31,7 +31,9 @@ def check_result(data: Any, source: Path) -> dict[str, Any]:
         GnomonError: naming the file, what was found, and the way out.
     """
     if not isinstance(data, dict):
-        raise GnomonError(f"{source} holds a {type(data).__name__}, not a result. Name the folder of a finished run.")
+        raise GnomonError(
+            f"{source} holds a {type(data).__name__}, not a result. Name the folder of a finished run."
+        )
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise GnomonError(
