@@ -48,8 +48,16 @@ def test_the_index_lists_every_system_and_works_first(tmp_path: Path, results: P
 def test_a_system_page_shows_card_claims_and_numbers(tmp_path: Path, results: Path) -> None:
     build(tmp_path / "site", results)
     page = Page((tmp_path / "site" / "tlcm.html").read_text())
-    for wanted in ("4b1d6a0e7c55", "0.981", "How it is measured here", "active_layers", "threshold", "OpenReview",
-                   load_card("tlcm").limits[0].split()[0], "SmolLM2-135M-Instruct (from Q4_1 weights)"):  # fmt: skip
+    for wanted in (
+        "4b1d6a0e7c55",
+        "0.981",
+        "How it is measured here",
+        "active_layers",
+        "threshold",
+        "OpenReview",
+        load_card("tlcm").limits[0].split()[0],
+        "SmolLM2-135M-Instruct (from Q4_1 weights)",
+    ):
         assert wanted in page.text, wanted
     hrefs = {attrs.get("href") for tag, attrs in page.tags if tag == "a"}
     assert "index.html" in hrefs and "https://arxiv.org/abs/2609.07876" in hrefs
@@ -118,9 +126,18 @@ def test_markdown_is_tame(source: str, present: str, absent: str) -> None:
 
 def test_show_prints_verdicts_grades_and_how_to_run(results: Path) -> None:
     text = " ".join(printed("tlcm", results).split())
-    for wanted in ("LLM Layers Immediately Correct Each Other", "arXiv:2609.07876", "interpret, works",
-                   "✓ holds [R] 0.981 (0.974 to 0.988), n = 24", "✕ fails [R] 0.41, n = 10", "tlcm.5 ? undecided",
-                   "R = real pretrained model", "Inferred", "Limits", "gnomon run tlcm --profile full"):  # fmt: skip
+    for wanted in (
+        "LLM Layers Immediately Correct Each Other",
+        "arXiv:2609.07876",
+        "interpret, works",
+        "✓ holds [R] 0.981 (0.974 to 0.988), n = 24",
+        "✕ fails [R] 0.41, n = 10",
+        "tlcm.5 ? undecided",
+        "R = real pretrained model",
+        "Inferred",
+        "Limits",
+        "gnomon run tlcm --profile full",
+    ):
         assert wanted in text, wanted
 
 

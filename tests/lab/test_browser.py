@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,13 @@ from gnomon.lab.report import write_report
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = Path("/usr/bin/chromium")
 ARGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync", "--no-first-run",
-]  # fmt: skip
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
 
 pytestmark = [
     pytest.mark.browser,
@@ -105,8 +110,10 @@ def test_light_and_dark_differ(visit: Callable[..., Any], name: str) -> None:
 
 
 def test_the_figure_follows_the_colour_scheme(visit: Callable[..., Any]) -> None:
-    shown = {s: visit("report", scheme=s).evaluate("document.querySelector('.plate img').currentSrc") for s in
-             ("light", "dark")}  # fmt: skip
+    shown = {
+        s: visit("report", scheme=s).evaluate("document.querySelector('.plate img').currentSrc")
+        for s in ("light", "dark")
+    }
     assert shown["light"] != shown["dark"]
     assert visit("report").evaluate("document.querySelector('.plate img').naturalWidth") > 0
 
@@ -120,9 +127,10 @@ def test_hostile_text_stays_text(visit: Callable[..., Any], name: str) -> None:
     assert all(text in shown for text in HOSTILE)
 
 
-def test_an_injected_script_or_request_would_be_stopped(visit: Callable[..., Any]) -> None:
+def test_an_injected_script_or_request_would_be_stopped(browser: Any, pages: dict[str, Path]) -> None:
     """The policy holds even if escaping ever failed: nothing added to the page runs or loads."""
-    page = visit("report")
+    page = browser.new_page()
+    page.goto(pages["report"].as_uri())
     blocked = page.evaluate(
         """() => new Promise((done) => {
             const seen = [];
@@ -142,7 +150,7 @@ def test_an_injected_script_or_request_would_be_stopped(visit: Callable[..., Any
     )
     assert blocked == ["img-src", "script-src-elem", "style-src-attr"]
     assert page.evaluate("window.broken") is None
-    page.context.close()
+    page.close()
 
 
 def test_tables_sort_by_number_and_by_text(visit: Callable[..., Any]) -> None:
@@ -164,7 +172,7 @@ def test_tables_sort_by_number_and_by_text(visit: Callable[..., Any]) -> None:
 
 def test_the_board_filters_and_sorts(visit: Callable[..., Any]) -> None:
     page = visit("index")
-    shown = "[...document.querySelectorAll('#systems tbody tr')].filter((r) => !r.hidden).map((r) => r.dataset.family)"
+    shown = "[...document.querySelectorAll('#systems tbody tr:not([hidden])')].map((r) => r.dataset.family)"
     everything = page.evaluate(shown)
     page.select_option("[name=family]", "serve")
     assert set(page.evaluate(shown)) == {"serve"}
@@ -196,7 +204,7 @@ def test_headings_do_not_skip_a_level_and_controls_take_focus(visit: Callable[..
         "[...document.querySelectorAll('h1, h2, h3, h4')].map((h) => Number(h.tagName[1]))"
     )
     assert levels[0] == 1 and levels.count(1) == 1
-    assert all(after - before <= 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after - before <= 1 for before, after in pairwise(levels))
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
 

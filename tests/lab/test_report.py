@@ -94,9 +94,19 @@ def test_the_schema_refuses(path: tuple[str | int, ...], value: object) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(-0.0625, "−0.0625"), (1234567, "1\u202f234\u202f567"), (7.26, "7.26"), (0.000012345, "1.23e−05"), (3.0, "3"),
-     (-0.0, "0"), (None, "–"), (True, "true"), (1234.5678, "1\u202f235"), (float("inf"), "inf")],
-)  # fmt: skip
+    [
+        (-0.0625, "−0.0625"),
+        (1234567, "1\u202f234\u202f567"),
+        (7.26, "7.26"),
+        (0.000012345, "1.23e−05"),
+        (3.0, "3"),
+        (-0.0, "0"),
+        (None, "–"),
+        (True, "true"),
+        (1234.5678, "1\u202f235"),
+        (float("inf"), "inf"),
+    ],
+)
 def test_numbers_are_written_for_readers(value: float | None, text: str) -> None:
     assert number(value) == text
 
@@ -137,10 +147,27 @@ def test_claims_and_verdicts_come_before_everything_else(tmp_path: Path) -> None
     ]
     assert order == sorted(order)
     text = Page(html).text
-    for wanted in ("2 hold", "1 fails", "2 undecided", "0.981", "0.974 to 0.988", "n = 24", "wholly above 0.9",
-                   "SmolLM2-135M-Instruct (from Q4_1 weights)", "11 pairs qualify", "gnomon run tlcm --profile full",
-                   "gnomon.run('tlcm', profile='full', jobs=2)", "simulator with parameters we chose", "Xeon",
-                   "4b1d6a0e7c55", "threshold", "2.13.0", "12\u202f288", "measure-00a41c", "At full scale"):  # fmt: skip
+    for wanted in (
+        "2 hold",
+        "1 fails",
+        "2 undecided",
+        "0.981",
+        "0.974 to 0.988",
+        "n = 24",
+        "wholly above 0.9",
+        "SmolLM2-135M-Instruct (from Q4_1 weights)",
+        "11 pairs qualify",
+        "gnomon run tlcm --profile full",
+        "gnomon.run('tlcm', profile='full', jobs=2)",
+        "simulator with parameters we chose",
+        "Xeon",
+        "4b1d6a0e7c55",
+        "threshold",
+        "2.13.0",
+        "12\u202f288",
+        "measure-00a41c",
+        "At full scale",
+    ):
         assert wanted in text, wanted
     assert "Preview" not in text and "Not reproducible" not in text
 

@@ -1,7 +1,7 @@
 """The board: one static site of all systems, their cards and their accepted results.
 
-`index.html` lists every row of `gnomon.systems`; a system with a card has a page of its own. The site works from
-`file://`, under the same security policy and style sheet as a report.
+`index.html` lists every row of `gnomon.systems`; a system with a card has a page of its own. The site works
+from `file://`, under the same security policy and style sheet as a report.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def build(out: Path, results: Path | None = None) -> Path:
 
 
 def markdown(text: str) -> Markup:
-    """A card's body as HTML: raw HTML stays text, images are left out (a page loads nothing), `#` starts at h2."""
+    """A card's body as HTML: raw HTML stays text, a page loads no images, and `#` becomes h2."""
     reader = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
     tokens = reader.parse(text)
-    return Markup(reader.renderer.render([_tamed(token) for token in tokens], reader.options, {}))  # noqa: S704
+    return Markup(reader.renderer.render([_tamed(token) for token in tokens], reader.options, {}))
 
 
 def _tamed(token: Token) -> Token:
@@ -129,5 +129,11 @@ def _system_page(system: System, card: Card, result: Json | None) -> str:
 
 def _unmeasured(claim: Any) -> Json:
     parts = [{"label": p.part, "text": p.text, "verdict": None, "rule": "", "note": ""} for p in claim.parts]
-    return {"id": claim.id, "text": claim.text, "verdict": None, "grade": None, "parts": parts,
-            "full_scale": claim.full_scale}  # fmt: skip
+    return {
+        "id": claim.id,
+        "text": claim.text,
+        "verdict": None,
+        "grade": None,
+        "parts": parts,
+        "full_scale": claim.full_scale,
+    }

@@ -1,8 +1,8 @@
 """Cards and accepted results: the package data that says what a paper claims and what was measured.
 
-A card is `gnomon/cards/<slug>.md`: YAML front matter between two `---` lines, then Markdown. An accepted result
-is `gnomon/results/<slug>.json`. Cards are read as untrusted text: `yaml.safe_load`, every field checked, unknown
-fields refused with the nearest name.
+A card is `gnomon/cards/<slug>.md`: YAML front matter between two `---` lines, then Markdown. An accepted
+result is `gnomon/results/<slug>.json`. Cards are read as untrusted text: `yaml.safe_load`, every field
+checked, unknown fields refused with the nearest name.
 """
 
 from __future__ import annotations
@@ -152,8 +152,11 @@ def parse_card(text: str, source: str) -> Card:
 
 def known_cards() -> list[str]:
     """Slugs that have a card, sorted."""
-    return sorted(entry.name.removesuffix(".md") for entry in files("gnomon").joinpath("cards").iterdir()
-                  if entry.name.endswith(".md"))  # fmt: skip
+    return sorted(
+        entry.name.removesuffix(".md")
+        for entry in files("gnomon").joinpath("cards").iterdir()
+        if entry.name.endswith(".md")
+    )
 
 
 @cache
@@ -197,8 +200,8 @@ def accepted_result(slug: str, folder: Path | None = None) -> dict[str, Any] | N
 def _claim(row: Any, source: str) -> Claim:
     row = _mapping(row, _names(Claim), source)
     parts = []
-    for i, part in enumerate(_sequence(row, "parts", source)):
-        part = _mapping(part, _names(ClaimPart), f"{source}.parts[{i}]")
+    for i, entry in enumerate(_sequence(row, "parts", source)):
+        part = _mapping(entry, _names(ClaimPart), f"{source}.parts[{i}]")
         parts.append(ClaimPart(_text(part, "part", source), _text(part, "text", source)))
     return Claim(
         id=_text(row, "id", source),

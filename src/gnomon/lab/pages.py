@@ -1,7 +1,8 @@
 """What report and board share: templates, the security policy of a page, numbers in print, small plots.
 
-Every page is one file that works from `file://`: style and script are inlined and allowed by their SHA-256, images
-are `data:` addresses, everything else is forbidden by the policy. Text reaches a page only through autoescaping.
+Every page is one file that works from `file://`: style and script are inlined and allowed by their SHA-256,
+images are `data:` addresses, everything else is forbidden by the policy. Text reaches a page only through
+autoescaping.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def number(value: float | int | None, decimals: int | None = None) -> str:
 
 
 def decimals_for(low: float | None, high: float | None) -> int | None:
-    """Decimals that an interval deserves: one significant digit of its half width, two when that begins with 1 to 5.
+    """Decimals that an interval deserves: one significant digit of its half width, two from 1 to 5.
 
     None when there is no width to go by, or when it is so small that plain decimals would be unreadable.
     """
@@ -115,7 +116,7 @@ def compact(value: Any) -> str:
 def json_block(value: Any) -> Markup:
     """JSON for a `<script type="application/json">` element: no text in it can end the element."""
     text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))  # noqa: S704
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 @dataclass(frozen=True)
@@ -166,26 +167,16 @@ def plot(
     left, right = span if span is not None else shared_span([estimate, low, high, reference])
     middle = estimate if estimate is not None else ((low or 0.0) + (high or 0.0)) / 2
 
-    def at(value: float | None) -> float | None:
-        if value is None:
-            return None
+    def at(value: float) -> float:
         share = (value - left) / (right - left)
         return round(6 + (width - 12) * min(max(share, 0.0), 1.0), 2)
 
+    left_end, right_end, line = (None if value is None else at(value) for value in (low, high, reference))
     interval = f", 95 % interval {interval_text(low, high)}" if low is not None and high is not None else ""
     against = f", held against {number(reference)}" if reference is not None else ""
-    centre = at(middle)
-    assert centre is not None  # `middle` is a number
     shown = number(middle, decimals_for(low, high))
-    return Plot(
-        width,
-        centre,
-        at(low),
-        at(high),
-        at(reference),
-        number(reference),
-        f"Estimate {shown}{interval}{against}",
-    )
+    label = f"Estimate {shown}{interval}{against}"
+    return Plot(width, at(middle), left_end, right_end, line, number(reference), label)
 
 
 @cache
@@ -199,11 +190,11 @@ def _environment() -> jinja2.Environment:
     )
     style, script = _asset("style.css"), _asset("page.js")
     environment.globals |= {
-        "style": Markup(style),  # noqa: S704 - our own file
-        "script": Markup(script),  # noqa: S704 - our own file
+        "style": Markup(style),
+        "script": Markup(script),
         "policy": (
-            f"default-src 'none'; img-src data:; style-src {_csp_hash(style)}; script-src {_csp_hash(script)}; "
-            "base-uri 'none'; form-action 'none'"
+            f"default-src 'none'; img-src data:; style-src {_csp_hash(style)}; "
+            f"script-src {_csp_hash(script)}; base-uri 'none'; form-action 'none'"
         ),
         "grades": GRADES,
         "verdicts": VERDICTS,

@@ -1,8 +1,8 @@
 """The report of a run: one HTML page that is complete in itself.
 
-Claim and verdict come first, then figures, numbers with intervals, and what it takes to repeat the run. The page
-works offline, in light and dark, on paper and on a phone. It is a view: everything on it comes from `result.json`,
-the figures beside it and the system's card.
+Claim and verdict come first, then figures, numbers with intervals, and what it takes to repeat the run. The
+page works offline, in light and dark, on paper and on a phone. It is a view: everything on it comes from
+`result.json`, the figures beside it and the system's card.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def _notices(result: Json) -> list[Json]:
         notices.append(
             {
                 "head": "Preview, not evidence.",
-                "text": f"This is the {result['profile']} profile. Only a run of the full profile, with every "
-                "baseline and the seeds its claims ask for, can be accepted as a result.",
+                "text": f"This is the {result['profile']} profile. Only a run of the full profile, "
+                "with every baseline and the seeds its claims ask for, can be accepted as a result.",
             }
         )
     code = result["code"]
