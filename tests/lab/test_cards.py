@@ -26,6 +26,11 @@ def test_a_card_gives_its_texts_by_id_and_part() -> None:
     card = parse_card(CARD, "toy.md")
     assert card.text("toy.1") == "It works."
     assert card.text("toy.1", "b") == "It ends."
+    assert card.texts() == {
+        ("toy.1", None): "It works.",
+        ("toy.1", "a"): "It runs.",
+        ("toy.1", "b"): "It ends.",
+    }
     assert (card.inferred, card.limits) == (("all of it",), ())
     assert card.body == "Body with --- dashes.\n"
     assert parse_card(CARD.replace("\n", "\r\n"), "toy.md") == card

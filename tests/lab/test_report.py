@@ -133,6 +133,9 @@ def test_a_plot_keeps_the_order_of_its_values() -> None:
     assert 0 < drawn.low < drawn.centre < drawn.high < drawn.reference < drawn.width
     assert drawn.label == "Estimate −0.10, 95 % interval −0.20 to −0.05, held against 0"
     assert plot(None, None, None) is None
+    half = plot(-0.1, None, -0.05)
+    assert half is not None and half.low is not None and half.low < half.centre < half.ends[0] == half.high
+    assert half.label.endswith("interval up to −0.05") and interval_text(0.2, None) == "0.2 or more"
     lone = plot(2.0, None, None, reference=2.0)
     assert lone is not None and lone.centre == lone.reference
 

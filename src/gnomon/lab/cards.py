@@ -95,6 +95,11 @@ class Card:
                 return claim
         raise unknown(f"claim of card {self.slug}", id, [c.id for c in self.claims])
 
+    def texts(self) -> dict[tuple[str, str | None], str]:
+        """Every text by (claim, part); the part is None for the claim as a whole."""
+        rows: dict[tuple[str, str | None], str] = {(claim.id, None): claim.text for claim in self.claims}
+        return rows | {(claim.id, part.part): part.text for claim in self.claims for part in claim.parts}
+
     def text(self, id: str, part: str | None = None) -> str:
         """Text of claim `id`, or of one of its parts."""
         return self.claim(id).part_text(part)

@@ -89,15 +89,17 @@ def decimals_for(low: float | None, high: float | None) -> int | None:
 
 
 def interval_text(low: float | None, high: float | None) -> str:
-    """An interval in words that survive a minus sign: `−0.21 to −0.18`."""
+    """An interval in words that survive a minus sign: `−0.21 to −0.18`; a missing end is open."""
     if low is None or high is None:
-        return "–"
+        return "–" if low is high else f"up to {number(high)}" if low is None else f"{number(low)} or more"
     decimals = decimals_for(low, high)
     return f"{number(low, decimals)} to {number(high, decimals)}"
 
 
-def duration(seconds: float) -> str:
-    """Seconds as `41 s`, `5 min 02 s` or `1 h 31 min`."""
+def duration(seconds: float | None) -> str:
+    """Seconds as `41 s`, `5 min 02 s` or `1 h 31 min`; a dash for a stage that did not finish."""
+    if seconds is None:
+        return "–"
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -126,7 +128,10 @@ class Plot:
     width: float
     centre: float
     low: float | None
+    """None when there is no interval; the edge of the strip when the interval is open on this side."""
     high: float | None
+    ends: tuple[float, ...]
+    """Where the interval has ends."""
     reference: float | None
     reference_text: str
     label: str
@@ -164,6 +169,7 @@ def plot(
     """
     if estimate is None and (low is None or high is None):
         return None
+    interval = low is not None or high is not None
     left, right = span if span is not None else shared_span([estimate, low, high, reference])
     middle = estimate if estimate is not None else ((low or 0.0) + (high or 0.0)) / 2
 
@@ -171,12 +177,19 @@ def plot(
         share = (value - left) / (right - left)
         return round(6 + (width - 12) * min(max(share, 0.0), 1.0), 2)
 
-    left_end, right_end, line = (None if value is None else at(value) for value in (low, high, reference))
-    interval = f", 95 % interval {interval_text(low, high)}" if low is not None and high is not None else ""
+    told = f", 95 % interval {interval_text(low, high)}" if interval else ""
     against = f", held against {number(reference)}" if reference is not None else ""
     shown = number(middle, decimals_for(low, high))
-    label = f"Estimate {shown}{interval}{against}"
-    return Plot(width, at(middle), left_end, right_end, line, number(reference), label)
+    return Plot(
+        width=width,
+        centre=at(middle),
+        low=at(left if low is None else low) if interval else None,
+        high=at(right if high is None else high) if interval else None,
+        ends=tuple(at(end) for end in (low, high) if end is not None),
+        reference=None if reference is None else at(reference),
+        reference_text=number(reference),
+        label=f"Estimate {shown}{told}{against}",
+    )
 
 
 @cache

@@ -187,11 +187,9 @@ def _notices(result: Json) -> list[Json]:
         )
     code = result["code"]
     if code["dirty"] or code["accepted_changes"]:
-        cause = (
-            "the code changed during the run"
-            if code["accepted_changes"]
-            else "the run began in a modified tree"
-        )
+        cause = "the run began in a modified tree" if code["commit"] else "the code lies in no repository"
+        if code["accepted_changes"]:
+            cause = "the code changed during the run"
         notices.append(
             {"head": "Not reproducible from a commit.", "text": f"It cannot be accepted: {cause}."}
         )

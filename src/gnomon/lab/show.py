@@ -85,7 +85,7 @@ def _numbers(part: dict[str, Any]) -> str:
     low, high = part["interval"] or (None, None)
     if part["estimate"] is None:
         return ""
-    interval = f" ({interval_text(low, high)})" if low is not None else ""
+    interval = f" ({interval_text(low, high)})" if part["interval"] else ""
     count = f", n = {number(part['n'])}" if part["n"] is not None else ""
     return f"  {number(part['estimate'], decimals(low, high))}{interval}{count}"
 
