@@ -46,7 +46,7 @@ SYSTEMS: tuple[System, ...] = (
         "Reparameterized LLM Training via Orthogonal Equivalence Transformation",
         "NeurIPS 2025",
         "arXiv:2506.08001",
-        "Trains two orthogonal matrices around a frozen random weight, so that its singular values never move.",
+        "Trains two orthogonal matrices around a frozen random weight, so that its spectrum never changes.",
     ),
     System(
         "bread",
@@ -73,7 +73,7 @@ SYSTEMS: tuple[System, ...] = (
         "Masked Gated Linear Unit",
         "NeurIPS 2025",
         "arXiv:2506.23225",
-        "A gated feed-forward layer whose gate and value share one weight matrix, split by learned binary masks.",
+        "A gated feed-forward layer with one weight matrix, split into gate and value by binary masks.",
     ),
     System(
         "saga",
@@ -91,7 +91,7 @@ SYSTEMS: tuple[System, ...] = (
         "MAGE: All-[MASK] Block Already Knows Where to Look in (Block) Diffusion LLM",
         "NeurIPS 2026",
         "arXiv:2602.14209",
-        "One exact attention pass over an all-mask block picks the cached tokens for all its denoising steps.",
+        "One exact attention pass per block picks the cached tokens for all its denoising steps.",
     ),
     System(
         "set-llm",
@@ -174,7 +174,7 @@ SYSTEMS: tuple[System, ...] = (
         "Mean Order-Statistic Alignment (MOSA)",
         "NeurIPS 2026",
         "full title and arXiv id unknown",
-        "Keeps exploration in reinforcement learning by aligning sorted token-probability profiles with the base.",
+        "Keeps exploration in RL by aligning sorted token-probability profiles with the base model's.",
     ),
     System(
         "opct",
@@ -183,7 +183,7 @@ SYSTEMS: tuple[System, ...] = (
         "On-Policy Consistency Training Improves LLM Safety with Minimal Capability Degradation",
         "NeurIPS 2026",
         "arXiv:2605.21834",
-        "Trains a model on its own answers to perturbed prompts, scored by its frozen copy under clean prompts.",
+        "Trains a model on its own answers to perturbed prompts, judged by its frozen copy on clean ones.",
     ),
     System(
         "progress_advantage",
@@ -201,7 +201,7 @@ SYSTEMS: tuple[System, ...] = (
         "Meta-learning for RLHF and DPO across languages",
         "NeurIPS 2026",
         "title and arXiv id unknown",
-        "Meta-learns a starting point from which preference training adapts to a new language with few pairs.",
+        "Meta-learns a start from which preference training adapts to a new language with few pairs.",
     ),
     System(
         "tops",
@@ -237,7 +237,7 @@ SYSTEMS: tuple[System, ...] = (
         "Your Pre-trained LLM is Secretly an Unsupervised Confidence Calibrator",
         "NeurIPS 2025",
         "arXiv:2505.16690",
-        "Calibrates a post-trained model without labels on prompts where it agrees with its pre-trained ancestor.",
+        "Calibrates a post-trained model, without labels, where it agrees with its pre-trained ancestor.",
     ),
     System(
         "gap_correction",
@@ -264,7 +264,7 @@ SYSTEMS: tuple[System, ...] = (
         "Tail-Optimized Caching for LLM Inference",
         "NeurIPS 2025",
         "arXiv:2510.15152",
-        "Evicts first the cached prompt blocks that cannot hurt the slowest requests, then falls back to LRU.",
+        "Evicts first the cached prompts that cannot hurt the slowest requests, then falls back to LRU.",
     ),
     System(
         "pace",
@@ -282,7 +282,7 @@ SYSTEMS: tuple[System, ...] = (
         "Dependency Matters: Enhancing LLM Reasoning with Explicit Knowledge Grounding",
         "NeurIPS 2025",
         "no arXiv id known",
-        "Reasoning as a graph of knowledge and inference nodes, each step checked against its stated premises.",
+        "Reasoning as a graph of facts and inferences, each step checked against its stated premises.",
     ),
     System(
         "debate",
@@ -291,7 +291,7 @@ SYSTEMS: tuple[System, ...] = (
         "An auditable ledger for multi-agent debate",
         "NeurIPS 2026",
         "title and arXiv id unknown",
-        "Books every change of answer in a debate as collapse or correction, so that interventions can be priced.",
+        "Books each change of answer in a debate as collapse or correction, and prices interventions.",
     ),
     System(
         "walle",
