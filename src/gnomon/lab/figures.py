@@ -1,4 +1,8 @@
-"""Drawing a study's figures, each once for light and once for dark pages."""
+"""Drawing a study's figures once, for light and for dark pages.
+
+A figure is drawn in the light theme; the dark one is the same SVG with the theme's colours exchanged, which
+costs nothing and can't show other data.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +17,26 @@ from .stage import Done
 if TYPE_CHECKING:
     from .engine import FigureFunction, Progress
 
-INK = {"light": "#1f2328", "dark": "#e6e6e3"}
-FAINT = {"light": "#d7d9dc", "dark": "#3c4046"}
+INK, FAINT = "#1f2328", "#d7d9dc"
+DARK = {INK: "#e6e6e3", FAINT: "#3c4046"}
 # Okabe and Ito's colours, distinguishable with colour-vision deficiencies; black is left to the ink.
 CYCLE = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 
 
-def style(theme: str) -> dict[str, Any]:
-    """Matplotlib settings of a theme: transparent ground, page's ink, no frame on top and right."""
+def style() -> dict[str, Any]:
+    """Matplotlib settings: transparent ground, the page's ink, no frame on top and right."""
     from cycler import cycler
 
-    ink, faint = INK[theme], FAINT[theme]
     return {
         "figure.facecolor": "none",
         "axes.facecolor": "none",
         "savefig.facecolor": "none",
-        "savefig.bbox": "tight",
-        "text.color": ink,
-        "axes.labelcolor": ink,
-        "axes.edgecolor": ink,
-        "xtick.color": ink,
-        "ytick.color": ink,
-        "grid.color": faint,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "grid.color": FAINT,
         "axes.grid": False,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -64,25 +66,26 @@ def draw(
     Returns:
         Name and caption (the docstring's first paragraph) of each figure drawn.
     """
-    import matplotlib
-
-    matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     table, drawn = frame(records), []
     for figure in figures:
-        name = figure.__name__
+        name, open_before = figure.__name__, set(plt.get_fignums())  # a notebook may have its own
         try:
-            for theme, suffix in (("light", ".svg"), ("dark", ".dark.svg")):
-                with plt.rc_context(style(theme)):
-                    figure(table, done, folder / f"{name}{suffix}")
+            with plt.rc_context(style()):
+                figure(table, done, folder / f"{name}.svg")
         except Exception as error:
             progress(f"figure {name} could not be drawn: {type(error).__name__}: {error}")
             continue
         finally:
-            plt.close("all")
+            for number in set(plt.get_fignums()) - open_before:
+                plt.close(number)
+        svg = (folder / f"{name}.svg").read_text()
+        for light, dark in DARK.items():
+            svg = svg.replace(light, dark)
+        (folder / f"{name}.dark.svg").write_text(svg)
         caption = " ".join((inspect.getdoc(figure) or "").split("\n\n")[0].split())
         drawn.append({"name": name, "caption": caption})
     return drawn

@@ -78,7 +78,7 @@ class TLCMStudy(StudyConfig):
     sources: ClassVar[tuple[str, ...]] = ("model", "data", "small_data")
     profiles: ClassVar[dict[str, dict[str, Any]]] = {
         "smoke": {
-            "model": "tiny:llama-10k",
+            "model": "tiny:llama-3m",
             "data": "generated:12",
             "tokens": 600,
             "random_tokens": 200,
