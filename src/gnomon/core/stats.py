@@ -84,9 +84,14 @@ def decide(interval: tuple[float, float] | None, *, side: Side, bound: float = 0
 
 def decide_by_p(estimate: Estimate, *, side: Side, bound: float = 0.0) -> Verdict:
     """The verdict of a two-sided test without an interval: the estimate's side counts once p < .05."""
-    if estimate.value is None or estimate.p is None or not estimate.p < ALPHA:
+    if estimate.value is None or not rejects(estimate):
         return "undecided"
     return decide((estimate.value, estimate.value), side=side, bound=bound)
+
+
+def rejects(estimate: Estimate) -> bool:
+    """Whether the estimate's test rejects its null hypothesis at 5 %."""
+    return estimate.p is not None and estimate.p < ALPHA
 
 
 def combine(verdicts: Sequence[Verdict]) -> Verdict:
@@ -238,14 +243,20 @@ def weighted_t(
 
 
 def median_ratio(
-    slower: ArrayLike, faster: ArrayLike, *, rng: np.random.Generator, draws: int = DRAWS
+    slower: ArrayLike,
+    faster: ArrayLike,
+    *,
+    rng: np.random.Generator,
+    null: float = 1.0,
+    draws: int = DRAWS,
 ) -> Estimate:
-    """Percentile bootstrap of the median over repeats of slower/faster; `p` tests against a ratio of 1.
+    """Percentile bootstrap of the median over repeats of slower/faster; `p` tests against the ratio `null`.
 
     Args:
         slower, faster: (n,) positive times of interleaved repeats; repeat i of both ran side by side, so
             that a drift of the machine cancels in each ratio.
         rng: source of the resamples.
+        null: the ratio that `p` tests against.
         draws: number of resamples.
     """
     a, b = _numbers(slower, "times"), _numbers(faster, "times")
@@ -262,7 +273,7 @@ def median_ratio(
         return Estimate(value, None, n, note=f"{n} repeats; a timing needs at least {MIN_REPEATS}")
     medians = np.median(ratios[rng.integers(0, n, (draws, n))], axis=1)
     low, high = np.quantile(medians, [ALPHA / 2, 1 - ALPHA / 2])
-    beyond = np.sum(medians <= 1) if value > 1 else np.sum(medians >= 1)
+    beyond = np.sum(medians <= null) if value > null else np.sum(medians >= null)
     return Estimate(value, (float(low), float(high)), n, min(1.0, 2 * float(beyond + 1) / (draws + 1)))
 
 
@@ -282,6 +293,12 @@ def binomial(successes: int, n: int, *, null: float = 0.5) -> Estimate:
     result = binomtest(successes, n, null)
     low, high = result.proportion_ci(1 - ALPHA, method="exact")
     return Estimate(successes / n, (float(low), float(high)), n, float(result.pvalue), f"{successes} of {n}")
+
+
+def proportion(outcomes: ArrayLike, *, null: float = 0.5) -> Estimate:
+    """:func:`binomial` of outcomes given one by one as 0 or 1."""
+    yes = _yes_no(outcomes)
+    return binomial(int(yes.sum()), yes.size, null=null)
 
 
 def sign_test(differences: ArrayLike, *, null: float = 0.0) -> Estimate:

@@ -45,8 +45,25 @@ class Arm:
         tags = ", ".join(f"{tag}={value}" for tag, value in self.where.items())
         return f"{self.metric}{f' of {self.method}' if self.method else ''}{f' ({tags})' if tags else ''}"
 
+    def select(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """This arm's records, of all methods if it names none.
+
+        Raises:
+            CannotJudge: if there are none.
+        """
+        if frame.empty:
+            raise CannotJudge(f"no record of {self}")
+        chosen = frame[frame["metric"] == self.metric]
+        if self.method is not None:
+            chosen = chosen[chosen["method"] == self.method]
+        for tag, value in self.where.items():
+            chosen = chosen[chosen[tag] == value] if tag in chosen else chosen.iloc[:0]
+        if chosen.empty:
+            raise CannotJudge(f"no record of {self}")
+        return chosen
+
     def rows(self, frame: pd.DataFrame, pool: Sequence[str] = ()) -> pd.DataFrame:
-        """This arm's records.
+        """This arm's records of one method, finite and at most one per seed and item.
 
         Args:
             frame: all records of the run.
@@ -56,13 +73,7 @@ class Arm:
             CannotJudge: if there are none or one isn't finite.
             UsageError: if a seed and item has several records that no tag of `where` or `pool` tells apart.
         """
-        chosen = frame[frame["metric"] == self.metric]
-        if self.method is not None:
-            chosen = chosen[chosen["method"] == self.method]
-        for tag, value in self.where.items():
-            chosen = chosen[chosen[tag] == value] if tag in chosen else chosen.iloc[:0]
-        if chosen.empty:
-            raise CannotJudge(f"no record of {self}")
+        chosen = self.select(frame)
         if bad := int((~np.isfinite(chosen["value"].astype(float))).sum()):
             raise CannotJudge(f"{bad} of {len(chosen)} records of {self} are not finite")
         self._refuse_ambiguity(chosen, pool)
@@ -103,13 +114,18 @@ class Table:
             )
         if self.paired:
             return stats.paired_t(self.values @ np.asarray(contrast), null=null)
-        first, second = (self.values[self.weights[:, k] > 0, k] * abs(contrast[k]) for k in range(2))
-        return stats.two_sample_t(first, second, null=null)
+        first, second = (contrast[k] * self.values[self.weights[:, k] > 0, k] for k in range(2))
+        return stats.two_sample_t(first, -second, null=null)
 
     @property
     def paired(self) -> bool:
         """Whether every unit is in every arm."""
         return bool((self.weights > 0).all())
+
+    def means(self, over: Over) -> NDArray[np.float64]:
+        """Mean of every arm (k,): seeds count alike, items by their weight."""
+        weights = (self.weights > 0).astype(float) if over == "seed" else self.weights
+        return np.asarray((self.values * weights).sum(axis=0) / weights.sum(axis=0))
 
     def differences(self) -> NDArray[np.float64]:
         """First arm, less the second where there is one: (n,)."""
@@ -178,11 +194,11 @@ def unequal_budgets(arms: Sequence[Arm], rows: Sequence[pd.DataFrame], fields: S
             if not all(math.isclose(here[0], other, rel_tol=1e-9) for other in here) and not all(
                 math.isnan(cost) for cost in here
             ):
-                shown = ", ".join(
+                shown = [
                     f"{arm} {'not recorded' if math.isnan(cost) else f'{cost:g}'}"
                     for arm, cost in zip(arms, here, strict=True)
-                )
-                found.append(f"{name} ({shown})")
+                ]
+                found.append(f"{name} ({', '.join(dict.fromkeys(shown))})")
                 break
     return f"budgets differ: {'; '.join(found)}" if found else ""
 
