@@ -105,7 +105,10 @@ def headline_groups(methods: Iterable[Json]) -> list[Json]:
     for group in groups.values():
         span = shared_span([row[end] for row in group["rows"] for end in ("mean", "low", "high")])
         for row in group["rows"]:
-            row["plot"] = plot(row["mean"], row["low"], row["high"], span=span, width=180)
+            alone = (
+                len(group["rows"]) == 1 and row["low"] is None
+            )  # a dot without anything beside it says nothing
+            row["plot"] = None if alone else plot(row["mean"], row["low"], row["high"], span=span, width=180)
     return list(groups.values())
 
 
