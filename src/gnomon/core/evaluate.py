@@ -234,7 +234,9 @@ def _beginning(source: Corpus, one: Loaded, max_tokens: int) -> str:
 def _require_window(one: Loaded, window: int) -> None:
     limit = getattr(one.model.config, "max_position_embeddings", None)
     if limit is not None and window > limit:
-        raise UsageError(f"window={window} exceeds the {limit} positions of {one.name}. Use window={limit} or less.")
+        raise UsageError(
+            f"window={window} exceeds the {limit} positions of {one.name}. Use window={limit} or less."
+        )
 
 
 def _require_same_tokens(ours: Loaded, theirs: Loaded, text: str) -> None:
