@@ -50,6 +50,7 @@ __all__ = [
     "ShareOf",
     "ShareOfGap",
     "Tolerance",
+    "Withheld",
 ]
 
 # ------------------------------------------------------------------------------------- checks of each record
@@ -265,6 +266,24 @@ class HoldsOnly(Rule):
 
     def describe(self) -> str:
         return f"{self.rule.describe()} (Otherwise the claim stays open.)"
+
+
+@dataclass(frozen=True)
+class Withheld(Rule):
+    """Shows what a rule finds, but gives no verdict: the set-up can't be evidence (random weights, say)."""
+
+    rule: Rule
+    reason: str
+
+    def measure(self, frame: pd.DataFrame) -> Judgement:
+        judged = self.rule.judge(frame)
+        note = f"{self.reason}; the rule alone says: {judged.verdict}" + (
+            f" ({judged.note})" if judged.note else ""
+        )
+        return Judgement("undecided", judged.estimate, judged.interval, judged.n, note, measured=False)
+
+    def describe(self) -> str:
+        return f"{self.rule.describe()} No verdict here: {self.reason}."
 
 
 _VERDICTS: tuple[Verdict, ...] = ("holds", "fails", "undecided")

@@ -36,7 +36,16 @@ EARLIEST = 8  # tokens drawn for the causal stages have at least this much conte
 
 
 def correction(
-    ctx: StageContext, *, model: str, data: str, tokens: int, length: int, draws: int, seed: int, random: bool
+    ctx: StageContext,
+    *,
+    model: str,
+    data: str,
+    tokens: int,
+    length: int,
+    threshold: float,
+    draws: int,
+    seed: int,
+    random: bool,
 ) -> dict[str, Any]:
     """Cosines between neighbouring layers' contributions, per document, with both nulls.
 
@@ -68,7 +77,7 @@ def correction(
             shared = {"method": method, "item": name, "weight": n, "tags": {"pair": pair}, "budget": budget}
             ctx.record(metric="adjacent cosine", value=real, **shared)
             ctx.record(metric="cross-token cosine", value=other, **shared)
-        active = tlcm.counts(trace)
+        active = tlcm.counts(trace, threshold)
         strict = tlcm.counts(trace, tlcm.sigma_threshold(trace.x.shape[-1]))
         for metric, value in (
             ("share of tokens with an activation", (active > 0).double().mean()),
@@ -125,7 +134,9 @@ def _record_token_types(
 # ------------------------------------------------------------------------------------------- how it answers
 
 
-def sweep(ctx: StageContext, *, measured: Done, model: str, data: str, length: int, tokens: int) -> None:
+def sweep(
+    ctx: StageContext, *, measured: Done, model: str, data: str, length: int, threshold: float, tokens: int
+) -> None:
     """cos(a, b'(alpha a)) over alpha, at drawn tokens: correcting pairs active there against control pairs."""
     from gnomon.methods.interpret import tlcm
 
@@ -135,8 +146,7 @@ def sweep(ctx: StageContext, *, measured: Done, model: str, data: str, length: i
     alphas = np.array(ALPHAS)
     low = (alphas >= -1) & (alphas <= 0.5)
     for draw, trace in drawn_tokens(loaded, measured, data, length, tokens):
-        quiet = [i for i in control if draw["cosines"][i] >= tlcm.THRESHOLD]
-        active = [i for i in correcting if draw["cosines"][i] < tlcm.THRESHOLD]
+        active, quiet = split_pairs(draw, correcting, control, threshold)
         if not (active and quiet):
             continue  # a token without both kinds can't be paired
         for method, pairs in (("correcting", active), ("control", quiet)):
@@ -167,6 +177,7 @@ def jacobians(
     model: str,
     data: str,
     length: int,
+    threshold: float,
     tokens: int,
     kind: str,
     seed: int,
@@ -186,8 +197,7 @@ def jacobians(
     generator = torch.Generator().manual_seed(seed)
     spectra = []
     for draw, trace in drawn_tokens(loaded, measured, data, length, tokens):
-        active = [i for i in correcting if draw["cosines"][i] < tlcm.THRESHOLD]
-        quiet = [i for i in control if draw["cosines"][i] >= tlcm.THRESHOLD]
+        active, quiet = split_pairs(draw, correcting, control, threshold)
         if not (active and quiet):
             continue
         pairs = active if kind == "correcting" else quiet
@@ -422,6 +432,14 @@ def bands(measured: Done) -> tuple[list[int], list[int]]:
     """
     real, null = mean_cosines(measured)
     return np.flatnonzero((real < 0) & (real < null)).tolist(), np.flatnonzero(real >= 0).tolist()
+
+
+def split_pairs(
+    draw: dict[str, Any], correcting: list[int], control: list[int], threshold: float
+) -> tuple[list[int], list[int]]:
+    """Correcting pairs that are active at a drawn token, and control pairs that are not."""
+    cosines = draw["cosines"]
+    return [i for i in correcting if cosines[i] < threshold], [i for i in control if cosines[i] >= threshold]
 
 
 def by_strength(measured: Done) -> list[int]:
