@@ -168,6 +168,10 @@ def test_tables_sort_by_number_and_by_text(visit: Callable[..., Any]) -> None:
     table.locator("th", has_text="layer").locator("button").click()
     layers = table.evaluate("(t) => [...t.tBodies[0].rows].map((row) => Number(row.cells[1].textContent))")
     assert layers == sorted(layers) and head.get_attribute("aria-sort") is None
+    sweep = page.locator("details table.sortable").nth(1)
+    sweep.locator("th", has_text="alpha").locator("button").click()
+    alphas = sweep.evaluate("(t) => [...t.tBodies[0].rows].map((row) => Number(row.cells[2].dataset.value))")
+    assert alphas == sorted(alphas) and alphas[0] == -1
 
 
 def test_the_board_filters_and_sorts(visit: Callable[..., Any]) -> None:

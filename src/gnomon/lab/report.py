@@ -124,6 +124,9 @@ def tagged_tables(methods: Iterable[Json]) -> list[Json]:
                 row = _row(method["name"], metric)
                 row["tags"] = [metric["tags"][tag] for tag in table["tags"]]
                 table["rows"].append(row)
+    for table in tables.values():
+        columns = list(zip(*(row["tags"] for row in table["rows"]), strict=True))
+        table["numeric"] = [all(type(value) in (int, float) for value in column) for column in columns]
     return list(tables.values())
 
 
