@@ -25,8 +25,9 @@ def counter(ctx, *, seed: int, steps: int, log: str) -> float:
         state["total"] += float(np.random.default_rng([seed, step]).normal())
         ctx.record(method="toy", metric="total", value=state["total"], tags={"step": step})
         state |= {"step": step + 1, "records": ctx.snapshot()}
-        ctx.checkpoint.mkdir(exist_ok=True)
-        write_atomic(file, dump_json(state))
+        if ctx.first:
+            ctx.checkpoint.mkdir(exist_ok=True)
+            write_atomic(file, dump_json(state))
         time.sleep(float(os.environ.get("TOY_DELAY", "0")))
     note(log, f"counter {seed}")
     write_atomic(ctx.dir / "artefact.txt", repr(state["total"]))
@@ -36,7 +37,13 @@ def counter(ctx, *, seed: int, steps: int, log: str) -> float:
 def double(ctx, *, of, log: str) -> float:
     assert (of.dir / "artefact.txt").read_text() == str(of.value)
     ctx.record(method="toy", metric="double", value=2 * of.value, better="higher", budget={"steps": 1})
-    ctx.record(method="base", metric="double", value=2 * of.value - 1, better="higher", budget={"steps": 1})
+    ctx.record(
+        method="base",
+        metric="double",
+        value=2 * of.value - 1 - 0.01 * ctx.seed,
+        better="higher",
+        budget={"steps": 1},
+    )
     note(log, f"double {ctx.seed}")
     return 2 * of.value
 

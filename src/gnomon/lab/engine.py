@@ -82,8 +82,6 @@ class Lab:
         ranks: Ranks | None = None,
         progress: Progress = lambda line: None,
     ) -> None:
-        if jobs < 1:
-            raise UsageError(f"--jobs must be at least 1, got {jobs}.")
         self.config = config
         self.folder = folder
         self.seeds = config.seeds

@@ -112,6 +112,7 @@ def judge(
                 "verdict": judged.verdict,
                 "estimate": _finite(judged.estimate),
                 "interval": None if interval is None else [_finite(bound) for bound in interval],
+                "bound": getattr(claim.rule, "bound", None),
                 "n": judged.n,
                 "note": judged.note,
             }

@@ -125,6 +125,8 @@ def run(
         UsageError: for anything wrong with the request, before any work.
         GnomonError: if another process writes this run, a stage raised, or the code changed.
     """
+    if jobs < 1:
+        raise UsageError(f"--jobs must be at least 1, got {jobs}.")
     found = find_study(study)
     overrides = dict(overrides or {})
     if model is not None:

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -117,19 +118,21 @@ def load_study_module(reference: str) -> ModuleType:
 class StageContext:
     """What a running stage has: its folder, its seed, its records, its checkpoint folder."""
 
-    def __init__(self, folder: Path, seed: int, *, writes: bool = True) -> None:
-        self.dir = folder
+    def __init__(self, folder: Path, seed: int, *, scratch: Path | None = None) -> None:
+        self.dir = scratch or folder
+        """The stage's own folder; a scratch folder on all ranks of a launcher but the first."""
         self.seed = seed
         self.checkpoint = folder / "checkpoint"
-        """Survives a crash of this stage and is removed when it is done."""
-        self._writes = writes  # False on all ranks but the first
+        """Survives a crash of this stage and is removed when it is done. Every rank reads it, the first writes."""
+        self.first = scratch is None
+        """False on all ranks of a launcher but the first; only the first may write to `checkpoint`."""
         self._records: list[Record] = []
 
     def record(self, **fields: Any) -> None:
         """Append one record (see :func:`gnomon.lab.records.make_record`); its seed defaults to the stage's."""
         record = make_record(**{"seed": self.seed, **fields})
         self._records.append(record)
-        if self._writes:
+        if self.first:
             append_line(self.dir / "records.jsonl", _line(record))
 
     def snapshot(self) -> list[Record]:
@@ -139,7 +142,7 @@ class StageContext:
     def restore(self, records: list[Record]) -> None:
         """Go on from a checkpoint: the stage's records become exactly `records`."""
         self._records = list(records)
-        if self._writes:
+        if self.first:
             write_atomic(self.dir / "records.jsonl", "".join(map(_line, records)))
 
 
@@ -189,8 +192,10 @@ class StageStore:
         """
         folder = self.folder(stage.key)
         if not writes:
-            with suppress(NumericalFailure, FloatingPointError, *_singular()):  # rank 0 writes it down
-                self._call(stage, StageContext(folder, stage.seed, writes=False))
+            # Artefacts of other ranks are thrown away; a numerical failure is written down by the first.
+            failures = (NumericalFailure, FloatingPointError, *_singular())
+            with tempfile.TemporaryDirectory() as scratch, suppress(*failures):
+                self._call(stage, StageContext(folder, stage.seed, scratch=Path(scratch)))
             return
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.root / f"{stage.key}.lock")
