@@ -9,6 +9,7 @@ import pytest
 
 from gnomon.core import stats
 from gnomon.core.errors import UsageError
+from gnomon.lab.arms import Arm, tabulate
 from gnomon.lab.claims import (
     AllOf,
     Count,
@@ -233,6 +234,28 @@ def test_budget_of_one_seed_counts():
     assert "tokens (loss of ours 101, loss of base 100)" in judged.note
 
 
+def test_budget_that_one_record_leaves_out_is_not_recorded():
+    ours = [record(value=e, seed=0, item=i, budget={"calls": 1} if i else {}) for i, e in enumerate(NOISE)]
+    theirs = [r | {"method": "base", "budget": {"calls": 1}} for r in ours]
+    rule = Paired(metric="loss", method="ours", to="base", equal=("calls",))
+    assert "loss of ours not recorded, loss of base 1" in judge(rule, ours, theirs).note
+
+
+def test_independent_seeds_are_judged_by_welch():
+    ours, theirs = [1.0, 1.1, 0.9, 1.05], [2.0, 2.4, 2.1]
+    rows = [record("ours", value=v, seed=s) for s, v in enumerate(ours)]
+    rows += [record("base", value=v, seed=100 + s) for s, v in enumerate(theirs)]
+    judged = judge(Paired(metric="loss", method="ours", to="base", independent=True), rows)
+    assert judged.verdict == "holds"
+    assert judged.interval == pytest.approx(stats.two_sample_t(ours, theirs).interval)
+
+
+def test_units_stand_in_an_order_of_their_own():
+    rows = frame([record(value=v, item=i) for v, i in ((1, "b"), (2, 10), (3, "a"), (4, 9))])
+    arm = Arm("loss")
+    assert tabulate([arm], [arm.rows(rows)], "item").values.ravel().tolist() == [4, 2, 3, 1]  # 9, 10, a, b
+
+
 @pytest.mark.parametrize("over", ["seed", "item"])
 def test_judging_twice_gives_the_same_to_the_bit_in_any_order_of_records(over):
     rows = [
@@ -338,9 +361,7 @@ def test_ratio_judges_direction_number_and_cost(speedup, options, verdict):
         times("ours", speedup / BASE / JITTER, better="higher"),
         times("base", 1 / BASE, better="higher"),
     )
-    assert rates.estimate == pytest.approx(
-        judged.estimate
-    )  # tokens per second say the same as seconds per token
+    assert rates.estimate == pytest.approx(judged.estimate)  # a rate says the same as a time
 
 
 def test_ratio_refuses_shared_machines_and_few_repeats():
@@ -550,14 +571,11 @@ TLCM_4 = AllOf(
 
 def spectra(method, two_modes, pairs=10):
     draw = np.random.default_rng(len(method))
+    centre = (-1, 0.5) if two_modes else (0, 0)
     return [
         record(
-            method,
-            "eigenvalue",
-            (draw.choice([-1, 0.5]) if two_modes else 0) + 0.15 * draw.normal(),
-            better=None,
+            method, "eigenvalue", centre[k % 2] + 0.15 * draw.normal(), item=f"{method} {pair}", tags={"k": k}
         )
-        | {"item": f"{method} {pair}", "tags": {"direction": k}}
         for pair in range(pairs)
         for k in range(20)
     ]
