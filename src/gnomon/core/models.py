@@ -201,7 +201,7 @@ def _pretrained(
             f"{min(report['missing_keys'])}); Transformers would fill them with random numbers. The "
             "checkpoint is damaged or belongs to another architecture than its config.json says."
         )
-    return model.eval(), tokenizer
+    return model, tokenizer
 
 
 @contextmanager
