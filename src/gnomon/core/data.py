@@ -68,13 +68,12 @@ def corpus(recipe: str) -> Corpus:
         UsageError: unknown recipe, missing file, a number of documents out of range.
         GnomonError: a file that is not UTF-8, a .jsonl line without `text`, no text at all.
     """
-    path = Path(recipe).expanduser()
-    name = recipe
+    path, name = Path(recipe).expanduser(), recipe
     if recipe in texts.BUILT_IN:
         found = texts.BUILT_IN[recipe]()
     elif recipe.startswith(GENERATED):
         found = texts.generated_documents(recipe.removeprefix(GENERATED))
-    elif path.is_dir():
+    elif recipe and path.is_dir():  # Path("") would be the current folder
         found, name = texts.folder(path), path.resolve().name
     elif path.is_file():
         found, name = texts.file(path), path.name

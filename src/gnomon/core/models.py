@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import is_offline_mode
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import smollm2, tiny
@@ -72,11 +73,12 @@ def load(
         model, tokenizer = _pretrained(str(_embedded(name)), kind, attn, local=True)
     elif name.startswith(TINY):
         name = TINY + "-".join(tiny.parse(name))
-        model, tokenizer = tiny.build(name, attn=attn).to(kind), tiny.byte_tokenizer()
-    elif (folder := Path(name).expanduser()).is_dir():
-        _check_folder(folder)
-        name = folder.resolve().name
-        model, tokenizer = _pretrained(str(folder), kind, attn, local=True)
+        with _explained(name, local=True):
+            model, tokenizer = tiny.build(name, attn=attn).to(kind), tiny.byte_tokenizer()
+    elif name and (local := Path(name).expanduser()).is_dir():  # Path("") would be the current folder
+        _check_folder(local)
+        name = local.resolve().name
+        model, tokenizer = _pretrained(str(local), kind, attn, local=True)
     elif _HUB_ID.fullmatch(name):
         model, tokenizer = _pretrained(name, kind, attn, local=False)
     else:
@@ -183,41 +185,42 @@ def _pretrained(
         "local_files_only": local,
         "trust_remote_code": False,
     }  # None would ask at a prompt
-    try:
-        with _bars_on_a_terminal_only():
-            tokenizer = AutoTokenizer.from_pretrained(source, **common)
-            model, report = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=dtype,
-                attn_implementation=attn,
-                use_safetensors=True,
-                output_loading_info=True,
-                **common,
-            )
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        raise GnomonError(_explain(source, error, local)) from error
+    with _explained(source, local=local), _bars_on_a_terminal_only():
+        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation=attn,
+            use_safetensors=True,
+            output_loading_info=True,
+            **common,
+        )
     if report["missing_keys"]:
         raise GnomonError(
             f"{source} lacks {len(report['missing_keys'])} of the model's weights (such as "
             f"{min(report['missing_keys'])}); Transformers would fill them with random numbers. The "
             "checkpoint is damaged or belongs to another architecture than its config.json says."
         )
-    return model.eval(), tokenizer
+    return model, tokenizer
 
 
-def _explain(source: str, error: Exception, local: bool) -> str:
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    if local:
-        return f"{source} could not be loaded: {said}"
-    if is_offline_mode():
-        return (
-            f"Hub id {source} is not in the local hub cache, and HF_HUB_OFFLINE is set. Unset it to "
-            f"download, or give a folder. {_OFFLINE_MODELS} (Transformers said: {said})"
-        )
-    return (
-        f"Hub id {source} could not be loaded: {said} Check the spelling, the network and, for a gated "
-        f"model, `hf auth login`. {_OFFLINE_MODELS}"
-    )
+@contextmanager
+def _explained(source: str, *, local: bool) -> Iterator[None]:
+    """Turn what Transformers raises about a checkpoint into one error with a way out."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if local:
+            way_out = ""
+        elif is_offline_mode():
+            way_out = f" HF_HUB_OFFLINE is set: unset it to download, or give a folder. {_OFFLINE_MODELS}"
+        else:
+            way_out = (
+                " Check the spelling, the network and, for a gated model, `hf auth login`, or give a folder. "
+                + _OFFLINE_MODELS
+            )
+        raise GnomonError(f"{source} could not be loaded: {said}{way_out}") from error
 
 
 @contextmanager

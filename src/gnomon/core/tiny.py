@@ -120,6 +120,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """
     letters = _byte_letters()
     backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
+    # There is nothing to merge, so nothing needs cutting into words first.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=PAD)
