@@ -1,7 +1,7 @@
 """How the next layer reacts when a layer's contribution is scaled or moved: sweeps, Jacobians, eigenspaces.
 
-The pair (i, i+1) is named by `layer` = i. Only token t is perturbed, after layer i, and the perturbed input is
-subtracted: b'(D) = Layer_{i+1}(x_{i+1,t} + D) - (x_{i+1,t} + D). Shapes: d hidden width.
+The pair (i, i+1) is named by `layer` = i. Only token t is perturbed, after layer i, and the perturbed input
+is subtracted: b'(D) = Layer_{i+1}(x_{i+1,t} + D) - (x_{i+1,t} + D). Shapes: d hidden width.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from gnomon.core.errors import NumericalFailure, UsageError
 
-from .capture import Trace
 from .next_layer import NextLayer
+from .trace import Trace
 
 LARGEST_WIDTH = 8192  # a float32 Jacobian of this width takes 268 MB, its eigenvectors twice that in float64
 
@@ -90,7 +89,7 @@ def layer_jacobian(
     function = NextLayer(model, trace, layer, row, path)
     token = function.token(token)
     differentiate = _rows if mode == "reverse" else _columns
-    parts = [differentiate(function, token, units) for units in function.basis().split(chunk)]
+    parts = [differentiate(function, token, units) for units in torch.split(function.basis(), chunk)]
     jacobian = torch.cat(parts, dim=0 if mode == "reverse" else 1)
     if not bool(jacobian.isfinite().all()):
         raise NumericalFailure(f"The Jacobian of layer {layer + 1} at token {token} is not finite.")
@@ -108,10 +107,11 @@ def _rows(function: NextLayer, token: int, units: Tensor) -> Tensor:
 
 def _columns(function: NextLayer, token: int, units: Tensor) -> Tensor:
     """Columns J e_k: each variant of the input moves along one axis."""
-    with torch.no_grad(), forward_ad.dual_level():
-        x = forward_ad.make_dual(function.x[token].repeat(len(units), 1), units)
-        written = function(torch.full((len(units),), token, device=units.device), x)
-        return forward_ad.unpack_dual(written).tangent.T
+    tokens = torch.full((len(units),), token, device=units.device)
+    x = function.x[token].repeat(len(units), 1)
+    with torch.no_grad():
+        columns: Tensor = torch.func.jvp(lambda moved: function(tokens, moved), (x,), (units,))[1]
+    return columns.T
 
 
 def linearity_error(
@@ -140,7 +140,8 @@ def linearity_error(
         written = function.at(token, torch.cat([torch.zeros_like(moved[:1]), moved]))
     change = written[1:] - written[0]
     predicted = moved @ jacobian.to(moved).T
-    return (change - predicted).norm(dim=-1) / change.norm(dim=-1)
+    error: Tensor = (change - predicted).norm(dim=-1) / change.norm(dim=-1)
+    return error
 
 
 class Spectrum(NamedTuple):

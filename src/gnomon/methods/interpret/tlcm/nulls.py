@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gnomon.core.errors import UsageError
 
-from .capture import Trace
-from .similarity import BLOCK, THRESHOLD, checked_threshold, nonzero, stream_of, unit
+from .cosines import BLOCK, THRESHOLD, checked_threshold, nonzero, stream_of, unit
+from .trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What the next layer does to a steering vector added to the residual stream after layer i.
 
-These tools are inferred: the paper proposes to "intervene on directions TLCM is not targeting" as future work.
-A vector injected after layer i meets its correction in layer i + 1.
+These tools are inferred: the paper proposes to "intervene on directions TLCM is not targeting" as future
+work. A vector injected after layer i meets its correction in layer i + 1.
 Shapes: V vectors, N tokens, d hidden width.
 """
 
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from gnomon.core.errors import UsageError
 
-from .capture import Trace
 from .jacobian import symmetric_spectrum
 from .next_layer import NextLayer
+from .trace import Trace
 
 _CHUNK = 256  # variants of the input evaluated at once
 
@@ -73,7 +73,7 @@ def surviving_gain(
     1 + <b'(D) - b'(0), v> / <D, v>. At strength 0 it is the limit 1 + v^T J v / |v|^2.
 
     Args:
-        strength: length of the push as a share of the residual stream's norm at that token (below 0: against v).
+        strength: length of the push as a share of the residual stream's norm there (below 0: against v).
         model, trace, layer, v, tokens, row, path: as in :func:`steering_resistance`.
     """
     if strength == 0.0:
@@ -104,7 +104,9 @@ def unresisted_part(jacobians: Float[Tensor, "*k d d"], v: Float[Tensor, "*V d"]
 
 def _positions(function: NextLayer, tokens: Sequence[int] | None) -> Tensor:
     if tokens is None:
-        return function.counted.nonzero()[:, 0].to(function.device)
+        tokens = function.counted.nonzero()[:, 0].tolist()
+    if not len(tokens):
+        raise UsageError("There is no token to measure at: `tokens` is empty, or the sequence counts none.")
     return torch.tensor([function.token(token) for token in tokens], device=function.device)
 
 
@@ -113,7 +115,7 @@ def _units(function: NextLayer, v: Tensor) -> Tensor:
     if v.shape[-1] != function.width:
         raise UsageError(f"v has {v.shape[-1]} entries, the residual stream {function.width}.")
     rows = v.reshape(-1, function.width).to(function.device, function.dtype)
-    lengths = rows.norm(dim=-1, keepdim=True)
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     if not bool((lengths > 0).all()) or not bool(lengths.isfinite().all()):
         raise UsageError("A steering vector is zero or not finite, so it has no direction.")
     return rows / lengths
@@ -121,6 +123,6 @@ def _units(function: NextLayer, v: Tensor) -> Tensor:
 
 def _variants(positions: Tensor, units: Tensor) -> list[tuple[Tensor, Tensor]]:
     """All (token, direction) pairs in chunks; the token varies fastest."""
-    tokens = positions.repeat(len(units)).split(_CHUNK)
-    directions = units.repeat_interleave(len(positions), dim=0).split(_CHUNK)
+    tokens = torch.split(positions.repeat(len(units)), _CHUNK)
+    directions = torch.split(units.repeat_interleave(len(positions), dim=0), _CHUNK)
     return list(zip(tokens, directions, strict=True))

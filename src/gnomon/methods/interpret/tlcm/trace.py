@@ -218,7 +218,7 @@ def _real_tokens(root: nn.Module, input_ids: Tensor, mask: Tensor | None) -> Ten
             )
         return mask.bool()
     pad = getattr(getattr(root, "config", None), "pad_token_id", None)
-    if pad is not None and not input_ids.is_meta:
+    if pad is not None:
         padding = input_ids == pad
         if bool(padding[:, -1].any()) or bool(padding[:, :2].all(1).any()):
             raise UsageError(
@@ -230,8 +230,6 @@ def _real_tokens(root: nn.Module, input_ids: Tensor, mask: Tensor | None) -> Ten
 
 def _check_additive(trace: Trace, stack: DecoderStack, dtype: torch.dtype) -> None:
     """Refuse a trace in which x[i+1] is not x[i] + attn[i] + mlp[i], up to the rounding of two additions."""
-    if trace.x.is_meta:
-        return
     tolerance = 4 * torch.finfo(dtype).eps
     for index, layer in enumerate(stack.layers):
         parts = (trace.x[index], trace.x[index + 1], trace.attn[index], trace.mlp[index])

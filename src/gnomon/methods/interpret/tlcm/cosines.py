@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from gnomon.core.errors import NumericalFailure, UsageError, unknown
 
-from .capture import Trace
+from .trace import Trace
 
 KINDS = {
     "layer": ("contribution",) * 2,
