@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from gnomon import cli
+from gnomon.console import say
 from gnomon.core.errors import GnomonError
 from gnomon.systems import SYSTEMS
 
@@ -238,7 +239,7 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(
 @pytest.mark.parametrize(
     ("words", "module", "function", "call", "python"),
     [
-        ("report runs/a", "gnomon.lab.report", "write_report", ((Path("runs/a"),), {}), "(Path('runs/a'))"),
+        ("report runs/a", "gnomon.lab.check", "remake", ((Path("runs/a"), say), {}), "(Path('runs/a'))"),
         ("report runs/a --check", "gnomon.lab.check", "check", ((Path("runs/a"),), {}), "(Path('runs/a'))"),
         (
             "accept runs/a",
@@ -269,7 +270,7 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(
             (([Path("a"), Path("b")],), {}),
             "([Path('a'), Path('b')])",
         ),
-        ("show set_llm", "gnomon.lab.show", "show", (("set-llm",), {}), None),
+        ("show set_llm", "gnomon.lab.show", "show", (("set_llm",), {}), None),
     ],
 )
 def test_each_command_calls_its_function_and_prints_the_python_for_it(
@@ -281,7 +282,7 @@ def test_each_command_calls_its_function_and_prints_the_python_for_it(
     double: Double,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    calls = double(module, function, [])
+    calls = double(module, function, "")
     assert cli.main(words.split()) == 0
     assert calls == [call]
     if python is not None:

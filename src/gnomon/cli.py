@@ -59,10 +59,11 @@ def show(slug: Slug) -> None:
     Args:
         slug: A system of `gnomon ls`.
     """
-    system = _system(slug)
+    from rich.console import Console
+
     from gnomon.lab.show import show as run_show
 
-    run_show(system.slug)
+    Console().print(run_show(slug))
 
 
 def compare(
@@ -153,27 +154,25 @@ def run(
 
 
 def report(run: RunFolder, *, check: bool = False) -> None:
-    """Write the report of a run folder again, or check its verdicts against its records.
+    """Draw a run's figures and report again, or check its verdicts against its records.
 
     Args:
         run: A run folder.
         check: Recompute every number and verdict from the records and list what differs.
     """
-    if check:
-        print_python("gnomon.lab.check.check", run)
-        from gnomon.lab.check import check as run_check
+    if not check:
+        print_python("gnomon.lab.check.remake", run)
+        from gnomon.lab.check import remake
 
-        if differences := run_check(run):
-            raise GnomonError(
-                f"{run}: {len(differences)} number(s) of result.json do not follow from the records:\n  "
-                + "\n  ".join(differences)
-            )
-        print(f"{run}: every number and verdict follows from the records.")
+        print(f"Report: {remake(run, say)}")
         return
-    print_python("gnomon.lab.report.write_report", run)
-    from gnomon.lab.report import write_report
+    print_python("gnomon.lab.check.check", run)
+    from gnomon.lab.check import check as run_check
 
-    print(f"Report: {write_report(run)}")
+    if differences := run_check(run):
+        lines = "\n  ".join(differences)
+        raise GnomonError(f"{run}: result.json does not follow from the records:\n  {lines}")
+    print(f"{run}: every number and verdict follows from the records.")
 
 
 def accept(run: RunFolder, *, into: Annotated[Path | None, arg(metavar="DIR")] = None) -> None:
