@@ -7,7 +7,7 @@ EXTRAS ?= train,dev
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-STARTED := $(VENV)/.started
+PARTIAL := $(VENV).partial
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
@@ -19,17 +19,17 @@ demo: setup
 
 setup: $(READY)
 
-# .started without .ready marks an environment whose installation was cut off: it is built anew.
+# While .venv.partial is there the installation is not finished: one that was cut off is built anew.
 # torch goes first, on its own, so that no other package's wish decides which build is taken.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit( \
 	  "Gnomon needs Python 3.11 or newer, but $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.11" % v[:2])'
-	@if [ -e $(STARTED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	@if [ -e $(PARTIAL) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then touch $(PARTIAL); \
 	  echo "$(PYTHON) -m venv --clear $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
-	@rm -f $(READY) && touch $(STARTED)
+	@rm -f $(READY) && touch $(PARTIAL)
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) -e '.[$(EXTRAS)]'
-	@rm -f $(STARTED) && touch $(READY)
+	@touch $(READY) && rm -f $(PARTIAL)
 
 test: lint types imports pytest
 
@@ -62,4 +62,4 @@ board: setup
 	$(BIN)/gnomon board --out site
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PARTIAL) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
