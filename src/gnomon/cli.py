@@ -17,16 +17,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg
 
 from gnomon import __version__
-from gnomon.console import print_python, print_rows, print_table, say
+from gnomon.console import print_python, print_table, say, split_pairs
 from gnomon.core.errors import GnomonError, UsageError, unknown
-
-if TYPE_CHECKING:
-    from gnomon.systems import System
 
 Slug = Positional[Annotated[str, arg(metavar="SLUG")]]
 RunFolder = Positional[Annotated[Path, arg(metavar="RUN")]]
@@ -50,7 +47,7 @@ def ls(*, json: bool = False) -> None:
         return
     columns = ("slug", "family", "status", "paper", "extras")
     rows = [(s.slug, s.family, s.status, f"{s.title} ({s.paper})", ", ".join(s.extras)) for s in SYSTEMS]
-    print_table(columns, rows, styles={"works": "green", "planned": "dim"})
+    print_table(columns, rows, head=False, styles={"works": "green", "planned": "dim"})
 
 
 def show(slug: Slug) -> None:
@@ -78,7 +75,11 @@ def compare(
     print_python("gnomon.lab.compare.compare", list(runs))
     from gnomon.lab.compare import compare as run_compare
 
-    print_rows(run_compare(list(runs)), json=json)
+    rows = run_compare(list(runs))
+    if json:
+        print(jsonlib.dumps(rows, indent=1))
+        return
+    print_table(list(rows[0]), [[str(cell) for cell in row.values()] for row in rows])
 
 
 def doctor(*, json: bool = False) -> None:
@@ -126,8 +127,8 @@ def run(
         accept_changed_code: Go on although the code changed since the run began (recorded).
         with_: Add a competitor of your own; may be repeated.
     """
-    options = _pairs(option, "-o", "FIELD=VALUE")
-    rivals = _pairs(with_, "--with", "NAME=MODULE:FACTORY")
+    options = split_pairs(option, "-o", "FIELD=VALUE")
+    rivals = split_pairs(with_, "--with", "NAME=MODULE:FACTORY")
     if jobs < 1:
         raise UsageError(f"--jobs must be at least 1, got {jobs}.")
     settings: dict[str, Any] = {
@@ -230,7 +231,12 @@ def cp(
         dest: A folder, or the path of the new file.
         force: Replace an existing file.
     """
-    system = _system(slug)
+    from gnomon.systems import SYSTEMS, find
+
+    try:
+        system = find(slug)
+    except KeyError:
+        raise unknown("system", slug, [s.slug for s in SYSTEMS]) from None
     if not system.study:
         raise UsageError(
             f"{system.slug} is planned and has no study yet. `gnomon ls` says which systems work."
@@ -252,20 +258,31 @@ def cp(
 def eval_(
     model: Positional[Annotated[str, arg(metavar="MODEL")]],
     *,
-    against: Annotated[str, arg(metavar="MODEL")],
+    against: Annotated[str | None, arg(metavar="MODEL")] = None,
+    text: Annotated[str | None, arg(metavar="NAME|FILE|DIR")] = None,
+    window: Annotated[int, arg(metavar="N")] = 512,
+    max_tokens: Annotated[int, arg(metavar="N")] = 8192,
     json: bool = False,
 ) -> None:
-    """Compare two models: perplexity, top-1 agreement, KL divergence, bytes, tokens per second.
+    """Measure a model, or compare two: perplexity, top-1 agreement, KL divergence, bytes, tokens per second.
 
     Args:
         model: The model in question: an embedded name, tiny:NAME, a folder or a hub id.
-        against: The model it is measured against.
-        json: Print the rows as JSON.
+        against: A model with the same tokenizer to compare it with.
+        text: A text recipe, a file or a folder; by default a mix of prose, reference text and code.
+        window: Tokens read at a time.
+        max_tokens: How much of the text is scored.
+        json: Print the report as JSON.
     """
-    print_python("gnomon.eval", model, against=against)
+    print_python("gnomon.eval", model, against=against, text=text, window=window, max_tokens=max_tokens)
     from gnomon.core.evaluate import eval as run_eval
 
-    print_rows(run_eval(model, against=against).rows(), json=json)
+    found = run_eval(model, against=against, text=text, window=window, max_tokens=max_tokens)
+    if json:
+        print(found.to_json(), end="")
+        return
+    columns, *rows = found.rows()
+    print_table(columns, rows)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -281,32 +298,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "cp": cp,
     "eval": eval_,
 }
-
-
-# -- what the commands share --------------------------------------------------------------------------
-
-
-def _system(slug: str) -> System:
-    """The row of `systems.py`, or the nearest names."""
-    from gnomon.systems import SYSTEMS, find
-
-    try:
-        return find(slug)
-    except KeyError:
-        raise unknown("system", slug, [system.slug for system in SYSTEMS]) from None
-
-
-def _pairs(texts: Sequence[str], flag: str, form: str) -> dict[str, str]:
-    """Split `name=value` at the first `=`; refuse a missing `=` and a name given twice."""
-    pairs: dict[str, str] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise UsageError(f"{flag} takes {form}, got {text!r}.")
-        if name in pairs:
-            raise UsageError(f"{flag} gives {name!r} twice: {pairs[name]!r} and {value!r}.")
-        pairs[name] = value
-    return pairs
 
 
 def main(argv: Sequence[str] | None = None) -> int:

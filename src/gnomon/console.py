@@ -1,12 +1,13 @@
-"""What the command line prints: tables on a terminal, plain lines in a pipe, JSON on request."""
+"""What the command line prints and reads: tables on a terminal, plain lines in a pipe, `name=value` options."""
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from gnomon.core.errors import UsageError
 
 
 def say(line: str) -> None:
@@ -33,34 +34,21 @@ def _literal(value: Any) -> str:
     return repr(value)
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]], *, json: bool) -> None:
-    """Print rows that need not share all columns."""
-    if json:
-        print(jsonlib.dumps(rows, indent=1))
-        return
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
-    if not sys.stdout.isatty():  # these columns are not fixed, so their names belong to the lines
-        cells = [columns, *cells]
-    print_table(columns, cells)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return "" if value is None else str(value)
-
-
 def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], styles: Mapping[str, str] | None = None
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    head: bool = True,
+    styles: Mapping[str, str] | None = None,
 ) -> None:
-    """A table on a terminal; in a pipe tab-separated lines without a head.
+    """A table on a terminal, tab-separated lines in a pipe.
 
     Args:
+        head: whether the columns' names are the first line in a pipe (they always head a table).
         styles: rich style by cell text.
     """
     if not sys.stdout.isatty():
-        for row in rows:
+        for row in ([columns] if head else []) + list(rows):
             print("\t".join(row))
         return
     from rich.console import Console
@@ -71,3 +59,16 @@ def print_table(
     for row in rows:
         table.add_row(*(Text(cell, style=(styles or {}).get(cell, "")) for cell in row))
     Console().print(table)
+
+
+def split_pairs(texts: Sequence[str], flag: str, form: str) -> dict[str, str]:
+    """Split `name=value` at the first `=`; refuse a missing `=` and a name given twice."""
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise UsageError(f"{flag} takes {form}, got {text!r}.")
+        if name in pairs:
+            raise UsageError(f"{flag} gives {name!r} twice: {pairs[name]!r} and {value!r}.")
+        pairs[name] = value
+    return pairs
