@@ -1,0 +1,65 @@
+# make demo | test | test-slow | test-browser | smoke | readme | board | clean
+# Every target sets the environment up first; the second time that takes no time at all.
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= train,dev
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PARTIAL := $(VENV).partial
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: demo setup test lint types imports pytest test-slow test-browser smoke readme board clean
+
+demo: setup
+	$(BIN)/gnomon fetch smollm2-135m
+	$(BIN)/gnomon run tlcm --model smollm2-135m
+
+setup: $(READY)
+
+# While .venv.partial is there the installation is not finished: one that was cut off is built anew.
+# torch goes first, on its own, so that no other package's wish decides which build is taken.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit( \
+	  "Gnomon needs Python 3.11 or newer, but $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.11" % v[:2])'
+	@if [ -e $(PARTIAL) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then touch $(PARTIAL); \
+	  echo "$(PYTHON) -m venv --clear $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
+	@rm -f $(READY) && touch $(PARTIAL)
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) -e '.[$(EXTRAS)]'
+	@touch $(READY) && rm -f $(PARTIAL)
+
+test: lint types imports pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+imports: setup
+	$(BIN)/lint-imports
+
+pytest: setup
+	$(PYTEST) -n 2
+
+test-slow: setup
+	$(PYTEST) -n 2 -m slow
+
+test-browser: setup
+	$(PYTEST) -m browser
+
+smoke: setup
+	$(BIN)/python tools/smoke.py
+
+readme: setup
+	$(BIN)/python tools/readme.py
+
+board: setup
+	$(BIN)/gnomon board --out site
+
+clean:
+	rm -rf $(VENV) $(PARTIAL) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

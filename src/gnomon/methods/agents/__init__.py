@@ -1,0 +1,1 @@
+"""Models that act in an environment."""

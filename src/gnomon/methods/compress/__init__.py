@@ -1,0 +1,1 @@
+"""Fewer bytes for the same model: formats, pruning, low rank, attribution of parameters."""

@@ -1,0 +1,1 @@
+"""Layers and attention that a model is built from or converted to."""

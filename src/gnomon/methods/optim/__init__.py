@@ -1,0 +1,1 @@
+"""Optimizers and what they do to the weights."""

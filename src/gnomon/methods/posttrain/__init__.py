@@ -1,0 +1,1 @@
+"""Training after pretraining: preferences, rewards, distillation."""

@@ -1,0 +1,1 @@
+"""Reasoning as a structure that can be checked."""

@@ -1,0 +1,1 @@
+"""Search guided by a model."""

@@ -1,0 +1,1 @@
+"""Serving many requests: caches, schedulers, routers."""

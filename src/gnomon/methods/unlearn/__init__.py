@@ -1,0 +1,1 @@
+"""Forgetting on purpose, and measuring whether it happened."""

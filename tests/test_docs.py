@@ -1,0 +1,67 @@
+"""README and docs are true: their `python` blocks are executed, their `console` blocks' commands are run.
+
+All pages share one working folder, so a study that several pages speak of runs once. Blocks in other
+languages (`sh`, `text`, `toml`, …) are only shown.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from gnomon import cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("docs")
+
+
+def commands(block: str) -> list[list[str]]:
+    """The words of each `$ …` line, with `*` expanded as a shell would; a trailing `\\` goes on."""
+    lines = re.findall(r"^\$ ((?:.*\\\n)*.*)$", block, re.MULTILINE)
+    return [
+        [w for word in shlex.split(line) for w in (sorted(str(p) for p in Path().glob(word)) or [word])]
+        for line in lines
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    text = page.read_text()
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for match in BLOCK.finditer(text):
+        language, block = match.groups()
+        line = text.count("\n", 0, match.start()) + 2
+        if language == "python":
+            exec(compile("\n" * (line - 1) + block, str(page), "exec"), namespace)
+            continue
+        for program, *words in commands(block):
+            assert program == "gnomon", f"{page.name}:{line}: only gnomon commands are run, not {program!r}"
+            assert cli.main(words) == 0, f"{page.name}:{line}: gnomon {shlex.join(words)}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = LINK.findall(page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_commands_are_read_as_a_shell_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b").touch()
+    (tmp_path / "a").touch()
+    block = "$ gnomon run x -o note='two words' \\\n    --again\nprinted output\n$ gnomon compare *\n"
+    assert commands(block) == [
+        ["gnomon", "run", "x", "-o", "note=two words", "--again"],
+        ["gnomon", "compare", "a", "b"],
+    ]
