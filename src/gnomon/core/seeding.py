@@ -7,7 +7,6 @@ state (weight initialisation, dropout) runs inside :func:`seeded`, which restore
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,15 +22,13 @@ def seeded(seed: int) -> Iterator[None]:
         ValueError: if the seed is out of range.
     """
     import numpy as np
+    import torch
 
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must lie in [0, 2**32), got {seed}.")
     python_state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed)
-    torch = sys.modules.get("torch")
-    if torch is None:
-        import torch
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=devices):

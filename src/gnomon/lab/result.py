@@ -92,7 +92,7 @@ def check_version(data: Any, file: Path) -> None:
 
 def judge(
     claims: Iterable[Claim], records: list[Record], texts: dict[tuple[str, str | None], str]
-) -> list[dict]:
+) -> list[dict[str, Any]]:
     """Rows of `result.json`'s `claims`: each part by its rule, each row by the parts.
 
     Args:
@@ -180,4 +180,4 @@ def summarise(records: list[Record]) -> list[dict[str, Any]]:
 
 def _weighted_mean(records: list[Record]) -> float:
     total = sum(record["weight"] for record in records)
-    return sum(record["value"] * record["weight"] for record in records) / total
+    return float(sum(record["value"] * record["weight"] for record in records) / total)

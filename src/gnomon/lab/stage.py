@@ -193,8 +193,7 @@ class StageStore:
         folder = self.folder(stage.key)
         if not writes:
             # Artefacts of other ranks are thrown away; a numerical failure is written down by the first.
-            failures = (NumericalFailure, FloatingPointError, *_singular())
-            with tempfile.TemporaryDirectory() as scratch, suppress(*failures):
+            with tempfile.TemporaryDirectory() as scratch, suppress(*numerical_failures()):
                 self._call(stage, StageContext(folder, stage.seed, scratch=Path(scratch)))
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -220,7 +219,7 @@ class StageStore:
         value = None
         try:
             value = _as_json(self._call(stage, context), stage.name)
-        except (NumericalFailure, FloatingPointError, *_singular()) as error:
+        except numerical_failures() as error:
             failed = str(error)
         if failed is not None:
             context.restore([])  # records of a diverged stage must not reach a verdict
@@ -282,14 +281,12 @@ def _wipe(folder: Path) -> None:
             child.unlink()
 
 
-def _singular() -> tuple[type[BaseException], ...]:
-    """Errors of libraries that mean "singular matrix"; only of libraries that are loaded."""
-    found: list[type[BaseException]] = []
-    if "numpy" in sys.modules:
-        found.append(sys.modules["numpy"].linalg.LinAlgError)
-    if "torch" in sys.modules:
-        found.append(sys.modules["torch"].linalg.LinAlgError)
-    return tuple(found)
+def numerical_failures() -> tuple[type[Exception], ...]:
+    """Errors that are a stage's outcome: our own, and a singular matrix as NumPy and torch report it."""
+    import numpy as np
+    import torch
+
+    return NumericalFailure, FloatingPointError, np.linalg.LinAlgError, torch.linalg.LinAlgError
 
 
 @contextmanager

@@ -159,7 +159,7 @@ class TLCMStudy(StudyConfig):
             corpus(data)
 
     def run(self, lab: Lab) -> None:
-        text = {"model": self.model, "data": self.data, "length": self.length}
+        text: dict[str, Any] = {"model": self.model, "data": self.data, "length": self.length}
         active = {**text, "threshold": self.threshold}
         measured = lab.stage(
             correction, tokens=self.tokens, draws=self.causal_tokens, seed=0, random=False, **active

@@ -63,7 +63,10 @@ def correction(
     method = "random weights" if random else "model"
     generator = torch.Generator().manual_seed(seed)
     running = {kind: tlcm.RunningSimilarity(kind) for kind in KINDS}
-    positions, number, ids, drawn = [], [], [], []
+    positions: list[torch.Tensor] = []
+    number: list[torch.Tensor] = []
+    ids: list[torch.Tensor] = []
+    drawn: list[dict[str, Any]] = []
     counted = documents = 0
     for name, sequence in sequences(loaded, data, length):
         trace = tlcm.capture(loaded.model, sequence[None])
@@ -85,19 +88,19 @@ def correction(
             ("activations per token", active.double().mean()),
         ):
             ctx.record(method=method, metric=metric, value=value, item=name, weight=n, budget=budget)
-        candidates = (trace.position[0] >= EARLIEST).nonzero().flatten()
+        candidates = (trace.position[0] >= EARLIEST).nonzero().flatten().tolist()
         if len(candidates) and len(drawn) < draws:
-            pick = int(candidates[torch.randint(len(candidates), (1,), generator=generator)])
-            at = trace.select(torch.arange(sequence.shape[0])[None]).tolist().index(pick)
+            pick = candidates[int(torch.randint(len(candidates), (1,), generator=generator))]
+            at = int(trace.counted[0, :pick].sum())  # its place among the counted tokens
             drawn.append({"document": name, "token": pick, "cosines": cosines[:, at].tolist()})
-        positions.append(trace.select(trace.position))
-        number.append(active)
-        ids.append(trace.select(sequence[None]))
+        positions.append(trace.select(trace.position).cpu())
+        number.append(active.cpu())
+        ids.append(trace.select(sequence[None]).cpu())
         counted, documents = counted + n, documents + 1
         if counted >= tokens:
             break
-    matrices = {kind: matrix.result.mean.numpy() for kind, matrix in running.items()}
-    np.savez(ctx.dir / "similarity.npz", **matrices)
+    matrices = {kind: matrix.result.mean.cpu().numpy() for kind, matrix in running.items()}
+    np.savez(ctx.dir / "similarity.npz", allow_pickle=False, **matrices)
     np.savez(
         ctx.dir / "positions.npz", position=torch.cat(positions).numpy(), number=torch.cat(number).numpy()
     )
@@ -117,7 +120,7 @@ def _record_token_types(
     """Mean activations of every token type (its text is the item, its occurrences the weight)."""
     from gnomon.methods.interpret.tlcm import token_class
 
-    for identifier in ids.unique().tolist():
+    for identifier in sorted(set(ids.tolist())):
         here = ids == identifier
         text = str(loaded.tokenizer.decode([identifier]))
         ctx.record(
@@ -151,7 +154,7 @@ def sweep(
             continue  # a token without both kinds can't be paired
         for method, pairs in (("correcting", active), ("control", quiet)):
             cosines = np.stack(
-                [tlcm.alpha_sweep(loaded.model, trace, i, draw["token"], ALPHAS) for i in pairs]
+                [tlcm.alpha_sweep(loaded.model, trace, i, draw["token"], ALPHAS).cpu() for i in pairs]
             )
             slopes = np.polyfit(alphas[low], cosines[:, low].T, 1)[0]
             for pair, slope in zip(pairs, slopes, strict=True):
@@ -167,7 +170,8 @@ def sweep(
                 curves[method].append(np.concatenate([[pair], curve]))
     for method, rows in curves.items():
         ctx.record(method=method, metric="pairs swept", value=len({row[0] for row in rows}))
-    np.savez(ctx.dir / "curves.npz", alphas=alphas, **{name: np.array(rows) for name, rows in curves.items()})
+    named = {name: np.array(rows) for name, rows in curves.items()}
+    np.savez(ctx.dir / "curves.npz", allow_pickle=False, alphas=alphas, **named)
 
 
 def jacobians(
@@ -220,7 +224,7 @@ def jacobians(
             ctx.record(metric=metric, value=value, **shared)
         for rank, eigenvalue in enumerate(every.eigenvalues[:TOP].tolist()):
             ctx.record(metric="top eigenvalue", value=eigenvalue, tags={"rank": rank, "pair": pair}, **shared)
-        spectra.append(every.eigenvalues.sort().values.numpy())
+        spectra.append(every.eigenvalues.sort().values.cpu().numpy())
     np.savez(ctx.dir / "spectra.npz", spectra=np.array(spectra))
 
 
@@ -317,7 +321,7 @@ def emergence(
     loaded = load_model(small)  # initialised from the stage's seed
     parts = split(corpus(data), valid=0.1, test=0.1, seed=0)
     stream = token_stream(parts.train, loaded.tokenizer)
-    held_out = windows(token_stream(parts.test, loaded.tokenizer), length)[:40]
+    held_out = windows(token_stream(parts.test, loaded.tokenizer), length)[:40].to(loaded.device)
     batches = Batches(stream, batch=batch, length=length, generator=torch.Generator().manual_seed(seed))
 
     def measure(step: int) -> None:
