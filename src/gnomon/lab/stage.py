@@ -286,7 +286,8 @@ def numerical_failures() -> tuple[type[Exception], ...]:
     import numpy as np
     import torch
 
-    return NumericalFailure, FloatingPointError, np.linalg.LinAlgError, torch.linalg.LinAlgError
+    singular: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # not in its __all__
+    return NumericalFailure, FloatingPointError, np.linalg.LinAlgError, singular
 
 
 @contextmanager
