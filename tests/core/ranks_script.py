@@ -64,8 +64,8 @@ def main(out: Path) -> None:
     rank = os.environ.get("RANK", "alone")
     with seeded(1):
         model = Bigram()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    config = TrainConfig(steps=5, warmup=2, accumulate=2, clip=0.3, checkpoint_every=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # unlike Adam, feels the scale of a gradient
+    config = TrainConfig(steps=5, warmup=2, accumulate=2, clip=None, checkpoint_every=2)
     result = train(model, Padded(), optimizer, config, resume=Owner(out / f"checkpoints-{rank}"))
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     refusal = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from gnomon.core import checkpoint, files
 from gnomon.core.errors import GnomonError, MissingExtra, NumericalFailure, UsageError
 from gnomon.core.seeding import seeded
-from gnomon.core.train import Step, TrainConfig, TrainResult, schedule_factor, train
+from gnomon.core.train import Step, TrainConfig, TrainResult, next_token_loss, schedule_factor, train
 
 
 class Random:
@@ -151,6 +152,21 @@ def test_same_seed_same_weights(tiny_lm: Any) -> None:
     assert a.losses == b.losses
     assert same(wa, wb)
     assert not same(wa, wc)  # another seed drops other units
+
+
+def test_gradients_are_freed_before_the_next_step(tiny_llama: Any) -> None:
+    alive: list[bool] = []
+    kept: list[Any] = []
+
+    def loss_fn(model: Any, batch: Tensor) -> Tensor:
+        alive.extend(ref() is not None for ref in kept)
+        return next_token_loss(model, batch)
+
+    weight = tiny_llama.lm_head.weight
+    weight.register_post_accumulate_grad_hook(lambda p: kept.append(weakref.ref(p.grad)))
+    optimizer = torch.optim.AdamW(tiny_llama.parameters())
+    train(tiny_llama, Random(), optimizer, TrainConfig(steps=3), loss_fn=loss_fn)
+    assert alive == [False] * 3  # of one step before the second, of two before the third
 
 
 def test_autocast_computes_in_bfloat16_and_keeps_weights(tiny_llama: Any) -> None:
@@ -382,6 +398,9 @@ def test_bad_input_is_refused(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) 
     stranger = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(UsageError, match="No parameter of the optimizer received a gradient"):
         train(tiny_llama, Random(), stranger, TrainConfig(steps=1))
+    resting = torch.optim.SGD(tiny_llama.parameters(), lr=0.0)
+    with pytest.raises(UsageError, match=r"first group's learning rate is 0\.0.*lr=0\.1"):
+        train(tiny_llama, Random(), resting, TrainConfig(steps=1, lr=0.1))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(MissingExtra, match=r"needs accelerate.*gnomon\[train\]"):

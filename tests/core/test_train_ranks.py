@@ -26,7 +26,7 @@ def test_two_ranks_follow_one_process(tmp_path: Path) -> None:
     alone, first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "0", "1"))
     assert first["losses"] == second["losses"]
     assert torch.equal(first["weights"]["table.weight"], second["weights"]["table.weight"])
-    # Float32 sums in another order, five Adam steps: the trajectory bound of optimisers.
+    # Float32 sums in another order, five steps: the trajectory bound of optimisers.
     torch.testing.assert_close(first["weights"], alone["weights"], rtol=1e-5, atol=1e-6)
     assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert first["tokens"] == second["tokens"] == alone["tokens"]

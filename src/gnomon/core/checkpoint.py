@@ -40,7 +40,7 @@ def save(folder: Path, name: str, step: int, state: Mapping[str, Any]) -> None:
 
 
 def load(folder: Path, name: str) -> dict[str, Any] | None:
-    """The newest state of that name on the CPU, memory-mapped, or None if there is none.
+    """The newest state of that name, on the CPU, or None if there is none.
 
     Raises:
         GnomonError: if the file is damaged.
@@ -50,7 +50,7 @@ def load(folder: Path, name: str) -> dict[str, Any] | None:
         return None
     path = standing[-1] / "state.pt"
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise GnomonError(
             f"{path} can't be read ({str(error).splitlines()[0]}). The file is damaged; remove "

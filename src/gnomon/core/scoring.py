@@ -259,7 +259,7 @@ def summarise(total_nll: float, tokens: int, size: int | None) -> Perplexity:
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _prefix_token(tokenizer: Any) -> int:

@@ -3,7 +3,7 @@
 A single process needs nothing else. Under a launcher (`accelerate launch`, `torchrun`: WORLD_SIZE > 1) the same
 loop runs on every rank through Accelerate's data parallelism: every rank draws the same batches and keeps its
 own share of their rows, so data position, token count and random state are equal everywhere and the
-checkpoint of rank 0 serves any number of ranks.
+checkpoint of rank 0 serves any number of ranks, if its folder is visible to all of them.
 
 Not here: sharded models and their optimizers; for these use Transformers' or TRL's trainers.
 """
@@ -202,12 +202,9 @@ def train(
     rank = 0 if accelerator is None else accelerator.process_index
     runner = model if accelerator is None else accelerator.prepare(model)
     found = [float(group["lr"]) for group in optimizer.param_groups]
-    scale = 1.0 if config.lr is None else config.lr / found[0]
-    peaks = [rate * scale for rate in found]
+    peaks = found if config.lr is None else _scaled(found, config.lr)
     settings = {**asdict(config), "peaks": peaks}
-    done = _Progress()
-    if resume is not None and (state := checkpoint.load(resume.checkpoint, name)) is not None:
-        done = _restore(state, settings, model, batches, optimizer, resume)
+    done = _Progress() if resume is None else _resume(resume, name, settings, model, batches, optimizer)
     if resume is not None and rank == 0:
         checkpoint.sweep(resume.checkpoint, name)
     was_training = model.training
@@ -220,18 +217,10 @@ def train(
                 group["lr"] = peak * factor
             micro = [_draw(batches, done.step, config) for _ in range(config.accumulate)]
             loss = _backward(runner, micro, loss_fn, config, accelerator, rank, world)
-            grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-            if not grads:
-                raise UsageError(
-                    "No parameter of the optimizer received a gradient: they are frozen, or not the model's. "
-                    "Build the optimizer from the model's parameters with requires_grad=True."
-                )
-            norm = get_total_norm(grads)
-            _require_finite(loss, float(norm), done.step + 1, peaks[0] * factor, config)
+            norm = _grad_norm(optimizer)
+            _require_finite(loss, norm.item(), done.step + 1, peaks[0] * factor, config)
             if config.clip is not None:
-                clip_grads_with_norm_(
-                    [p for g in optimizer.param_groups for p in g["params"]], config.clip, norm
-                )
+                clip_grads_with_norm_(_parameters(optimizer), config.clip, norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             done.step += 1
@@ -239,10 +228,9 @@ def train(
             done.losses.append(loss)
             done.seconds += time.perf_counter() - began
             if on_step is not None:
-                on_step(Step(done.step, loss, peaks[0] * factor, float(norm), done.tokens, done.seconds))
+                on_step(Step(done.step, loss, peaks[0] * factor, norm.item(), done.tokens, done.seconds))
             if resume is not None and rank == 0 and _due(config, done.step):
-                state = _state(done, settings, model, batches, optimizer, resume)
-                checkpoint.save(resume.checkpoint, name, done.step, state)
+                _save(resume, name, done, settings, model, batches, optimizer)
     finally:
         model.train(was_training)
         optimizer.zero_grad(set_to_none=True)
@@ -300,8 +288,32 @@ def _backward(
     return loss.item()
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _grad_norm(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Global 2-norm of the gradients; its own function, so that no name keeps them alive after the step."""
+    grads = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+    if not grads:
+        raise UsageError(
+            "No parameter of the optimizer received a gradient: they are frozen, or not the model's. "
+            "Build the optimizer from the model's parameters with requires_grad=True."
+        )
+    return get_total_norm(grads)
+
+
+def _scaled(found: list[float], lr: float) -> list[float]:
+    if not found[0] > 0:
+        raise UsageError(
+            f"The first group's learning rate is {found[0]}, to which lr={lr} can't be a ratio. Give the "
+            "optimizer a positive rate, or lr=None."
+        )
+    return [lr * rate / found[0] for rate in found]
+
+
 def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Transformers' own mean loss over the batch's targets; padding (attention mask 0) is no target."""
+    """Transformers' own mean loss over the batch's targets; padding (mask 0, on the right) is no target."""
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
     loss: Tensor = model(**{**inputs, "labels": _labels(batch)}, use_cache=False).loss
     return loss
@@ -386,15 +398,16 @@ def _due(config: TrainConfig, step: int) -> bool:
     return config.checkpoint_every is not None and step % config.checkpoint_every == 0
 
 
-def _state(
+def _save(
+    resume: Resumable,
+    name: str,
     done: _Progress,
     settings: dict[str, Any],
     model: nn.Module,
     batches: BatchSource,
     optimizer: torch.optim.Optimizer,
-    resume: Resumable,
-) -> dict[str, Any]:
-    return {
+) -> None:
+    state = {
         "settings": settings,
         "progress": asdict(done),
         "model": model.state_dict(),
@@ -403,16 +416,21 @@ def _state(
         "random": checkpoint.random_states(),
         "records": json.dumps(resume.snapshot()),
     }
+    checkpoint.save(resume.checkpoint, name, done.step, state)
 
 
-def _restore(
-    state: dict[str, Any],
+def _resume(
+    resume: Resumable,
+    name: str,
     settings: dict[str, Any],
     model: nn.Module,
     batches: BatchSource,
     optimizer: torch.optim.Optimizer,
-    resume: Resumable,
 ) -> _Progress:
+    """Put everything back as the newest checkpoint has it, or leave all as it is when there is none."""
+    state = checkpoint.load(resume.checkpoint, name)
+    if state is None:
+        return _Progress()
     theirs = state["settings"]
     if theirs != settings:
         changed = [
@@ -425,6 +443,6 @@ def _restore(
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     batches.load_state_dict(state["batches"])
-    checkpoint.set_random_states(state["random"])
     resume.restore(json.loads(state["records"]))
+    checkpoint.set_random_states(state["random"])
     return _Progress(**state["progress"])
