@@ -271,6 +271,12 @@ def test_steering_agrees_with_the_jacobian(family_name: str) -> None:
     torch.testing.assert_close(resisted[:, 0], values)
     gain = surviving_gain(model, trace, LAYER, vectors.T, strength=1e-5, **where)
     torch.testing.assert_close(gain[:, 0], 1 + values, rtol=1e-4, atol=1e-4)
+    # several vectors and tokens at once: row v, column t
+    grid = steering_resistance(model, trace, LAYER, vectors.T[:3], tokens=[2, TOKEN], row=ROW)
+    assert torch.allclose(grid[:, 1], values[:3])
+    assert torch.allclose(
+        grid[1], steering_resistance(model, trace, LAYER, vectors[:, 1], tokens=[2, TOKEN], row=ROW)
+    )
     # finite strength: against the intervention on the whole model
     push = 0.3 * trace.x[LAYER + 1, ROW, TOKEN].norm() * vectors[:, 0]
     outside = by_intervention(model, LAYER, TOKEN, ROW)

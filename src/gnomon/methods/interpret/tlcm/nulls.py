@@ -106,7 +106,7 @@ def null_cross_token(
     count, total, squares, below = sums
     mean = total / count
     return CrossTokenNull(
-        layers=torch.tensor(chosen),
+        layers=torch.tensor(chosen, device=mean.device),
         mean=mean,
         std=(squares / count - mean.square()).clamp_min(0).sqrt(),
         below=below / count,

@@ -44,7 +44,7 @@ def token_class(text: str) -> str:
 
 def token_table(
     input_ids: Int[Tensor, " tokens"],
-    activations: Int[Tensor, " tokens"],
+    activations: Int[Tensor, ...],
     decode: Callable[[int], str],
     *,
     minimum: int = 20,

@@ -66,7 +66,7 @@ class Trace:
 def capture(
     model: nn.Module,
     input_ids: Int[Tensor, "B T"],
-    attention_mask: Shaped[Tensor, "B T"] | None = None,
+    attention_mask: Shaped[Tensor, ...] | None = None,
     *,
     skip_first: bool = True,
     device: torch.device | str | None = None,
@@ -80,7 +80,7 @@ def capture(
     Args:
         model: a decoder-only model, wrapped (DDP, peft) or not.
         input_ids: token ids.
-        attention_mask: 1 for tokens, 0 for padding; left and right padding both work.
+        attention_mask: [B, T], 1 for tokens, 0 for padding; left and right padding both work.
         skip_first: leave the first token of each sequence out of `counted`. It is an attention sink with a
             huge norm and hardly any correction, and would dominate small averages.
         device: where the trace is kept (default: where each layer's output is).
