@@ -51,10 +51,14 @@ def test_it_runs_reports_and_is_listed(tree: Path) -> None:
     [run] = (tree / "runs/normsgd").iterdir()
     in_tree(tree, "gnomon", "report", str(run), "--check")
     result = json.loads((run / "result.json").read_text())
-    assert [claim["verdict"] for claim in result["claims"]] != []
+    [claim] = result["claims"]
+    assert claim["verdict"] in (
+        "holds",
+        "fails",
+    )  # five seeds and equal budgets: nothing keeps it from a verdict
     assert {method["name"]: method["budget"]["trials"] for method in result["methods"]} == {
-        "normsgd": 3,
-        "sgd": 3,
+        "normsgd": 6,
+        "sgd": 6,
     }
     assert "Steps of fixed length" in (run / "report.html").read_text()
     assert "normsgd\toptim\tworks" in in_tree(tree, "gnomon", "ls")

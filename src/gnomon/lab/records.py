@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from gnomon.core.errors import GnomonError, NumericalFailure
 
@@ -27,12 +27,12 @@ def make_record(
     *,
     method: str,
     metric: str,
-    value: float,
+    value: SupportsFloat,
     unit: str = "",
     better: str | None = None,
     seed: int = 0,
     item: str | int | None = None,
-    weight: float = 1.0,
+    weight: SupportsFloat = 1.0,
     tags: Mapping[str, Any] | None = None,
     budget: Mapping[str, float] | None = None,
 ) -> Record:
@@ -50,7 +50,7 @@ def make_record(
         NumericalFailure: if `value` is NaN or infinite.
         ValueError: for anything else out of form.
     """
-    value = float(value)
+    value, weight = float(value), float(weight)
     if not math.isfinite(value):
         raise NumericalFailure(f"{method}: {metric} is {value}. The computation diverged or divided by zero.")
     if better not in ("lower", "higher", None):
@@ -77,7 +77,7 @@ def make_record(
         "better": better,
         "seed": int(seed),
         "item": item,
-        "weight": float(weight),
+        "weight": weight,
         "tags": tags,
         "budget": budget,
     }
