@@ -26,6 +26,7 @@ from gnomon.lab.claims import (
     ShareOf,
     ShareOfGap,
     Tolerance,
+    Withheld,
 )
 from gnomon.lab.records import frame, make_record
 
@@ -682,3 +683,25 @@ def test_describe_is_plain_english(rule, text):
 def test_impossible_rules_are_refused(make, message):
     with pytest.raises(UsageError, match=message):
         make()
+
+
+# ------------------------------------------------------------------------------------------ what is inside
+
+
+def test_a_composed_rule_shows_what_each_rule_found_and_against_what():
+    frame_rule = Paired(metric="loss", method="ours", side="above", bound=0.4)
+    judged = judge(AllOf({"level": frame_rule, "told": FAILS}), seeds("ours", 0.5))
+    assert [(f.name, f.judgement.verdict, f.bound) for f in judged.within] == [
+        ("level", "holds", 0.4),
+        ("told", "fails", None),
+    ]
+    inner = judged.within[0].judgement
+    assert inner.estimate == pytest.approx(0.5 + sum(NOISE) / 5) and inner.interval is not None
+
+
+@pytest.mark.parametrize("inner", [HOLDS, FAILS, OPEN, MISSING])
+def test_a_withheld_rule_never_decides_but_shows_its_numbers(inner):
+    judged = judge(Withheld(inner, "random weights"), seeds("ours", 0.5))
+    assert judged.verdict == "undecided" and not judged.measured
+    assert judged.note.startswith(f"random weights; the rule alone says: {inner.judgement.verdict}")
+    assert judged.n == inner.judgement.n

@@ -15,7 +15,7 @@ tried with `AllOf`, `KofN` and `HoldsOnly`; failing that, a study subclasses :cl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
@@ -26,7 +26,7 @@ from gnomon.core.stats import Verdict
 
 from .arms import Arm, CannotJudge, Scalar
 from .comparisons import Comparison, Exact, NonInferior, Paired, Ratio, ShareOf, ShareOfGap
-from .rule import Judgement, Rule
+from .rule import Finding, Judgement, Rule
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,6 +38,7 @@ __all__ = [
     "Count",
     "Dip",
     "Exact",
+    "Finding",
     "FullScale",
     "HoldsOnly",
     "Judgement",
@@ -194,6 +195,10 @@ class AllOf(Rule):
             note="; ".join(f"{name}: {part}" for name, part in judged.items()),
             p=_joint_p(verdict, judged.values()),
             measured=all(part.measured for part in judged.values()),
+            within=tuple(
+                Finding(name, part, getattr(_inner(rule), "bound", None))
+                for (name, rule), part in zip(_named(self.rules).items(), judged.values(), strict=True)
+            ),
         )
 
     def describe(self) -> str:
@@ -277,16 +282,21 @@ class Withheld(Rule):
 
     def measure(self, frame: pd.DataFrame) -> Judgement:
         judged = self.rule.judge(frame)
-        note = f"{self.reason}; the rule alone says: {judged.verdict}" + (
-            f" ({judged.note})" if judged.note else ""
-        )
-        return Judgement("undecided", judged.estimate, judged.interval, judged.n, note, measured=False)
+        note = f"{self.reason}; the rule alone says: {judged.verdict}"
+        if judged.note and not judged.within:
+            note += f" ({judged.note})"
+        return replace(judged, verdict="undecided", note=note, p=None, measured=False)
 
     def describe(self) -> str:
         return f"{self.rule.describe()} No verdict here: {self.reason}."
 
 
 _VERDICTS: tuple[Verdict, ...] = ("holds", "fails", "undecided")
+
+
+def _inner(rule: Rule) -> Rule:
+    """The rule whose numbers a wrapper shows."""
+    return _inner(rule.rule) if isinstance(rule, HoldsOnly | Withheld) else rule
 
 
 def _named(rules: Rules) -> dict[str, Rule]:

@@ -152,11 +152,18 @@ def _row(method: str, metric: Json) -> Json:
 
 
 def _part(part: Json) -> Json:
+    return {
+        **_judged(part),
+        "label": part["part"],
+        "within": [_judged(rule) for rule in part.get("within", [])],
+    }
+
+
+def _judged(part: Json) -> Json:
     low, high = part["interval"] or (None, None)
     bound = part.get("bound")
     return {
         **part,
-        "label": part["part"],
         "estimate_text": number(part["estimate"], decimals_for(low, high)),
         "interval_text": interval_text(low, high),
         "plot": plot(part["estimate"], low, high, reference=0.0 if bound is None else bound),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from .engine import Claim
+    from .rule import Judgement
 
 SCHEMA_VERSION = 1
 
@@ -102,19 +103,14 @@ def judge(
     rows: dict[str, list[dict[str, Any]]] = {}
     for claim in claims:
         judged = claim.rule.judge(table)
-        interval = judged.interval
         rows.setdefault(claim.id, []).append(
             {
                 "part": claim.part,
                 "text": texts.get((claim.id, claim.part), ""),
                 "grade": claim.grade,
                 "rule": claim.rule.describe(),
-                "verdict": judged.verdict,
-                "estimate": _finite(judged.estimate),
-                "interval": None if interval is None else [_finite(bound) for bound in interval],
-                "bound": getattr(claim.rule, "bound", None),
-                "n": judged.n,
-                "note": judged.note,
+                **_found(judged, getattr(claim.rule, "bound", None)),
+                "within": [{"name": f.name, **_found(f.judgement, f.bound)} for f in judged.within],
             }
         )
     return [
@@ -127,6 +123,19 @@ def judge(
         }
         for id, parts in sorted(rows.items(), key=lambda row: _natural(row[0]))
     ]
+
+
+def _found(judged: Judgement, bound: float | None) -> dict[str, Any]:
+    """A judgement as `result.json` holds it."""
+    interval = judged.interval
+    return {
+        "verdict": judged.verdict,
+        "estimate": _finite(judged.estimate),
+        "interval": None if interval is None else [_finite(end) for end in interval],
+        "bound": bound,
+        "n": judged.n,
+        "note": judged.note,
+    }
 
 
 def _natural(id: str) -> tuple[str, int]:

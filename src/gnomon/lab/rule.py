@@ -27,6 +27,7 @@ class Judgement:
     Attributes:
         p: two-sided p value that `KofN` corrects; None where the verdict rests on no test.
         measured: False if the verdict is open because something is missing, not because of an interval.
+        within: what the rules inside a composed rule found, by name.
     """
 
     verdict: Verdict
@@ -36,6 +37,7 @@ class Judgement:
     note: str = ""
     p: float | None = None
     measured: bool = True
+    within: tuple[Finding, ...] = ()
 
     def __str__(self) -> str:
         text: str = self.verdict
@@ -44,6 +46,15 @@ class Judgement:
         if self.interval is not None:
             text += f" [{self.interval[0]:.4g}, {self.interval[1]:.4g}]"
         return text + (f" ({self.note})" if self.note else "")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A judgement inside a composed one; `bound` is what estimate and interval are held against."""
+
+    name: str
+    judgement: Judgement
+    bound: float | None = None
 
 
 class Rule(ABC):

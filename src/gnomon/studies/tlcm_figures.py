@@ -17,7 +17,7 @@ def band(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None
     """Which layers undo the one before. Each point is the mean cosine between what two neighbouring layers
     add to the residual stream at the same token (95 % interval over documents); below zero, the later layer
     takes back part of what the earlier one wrote. The grey line takes the two contributions from different
-    tokens: what a shared, token-independent direction alone would give. Random weights show no such band.
+    tokens: what a shared, token-independent direction alone would give. The yellow one has random weights.
     """
     import matplotlib.pyplot as plt
 
@@ -39,8 +39,8 @@ def band(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None
 
 def similarity(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
     """Every layer against every other. Mean cosine of contributions of layer i (rows) and j (columns); blue
-    agrees, red opposes. The correction sits beside the diagonal of the whole layers and is mostly the
-    work of the MLPs; attention layers agree with each other. Last panel: attention (rows) against MLP (columns).
+    agrees, red opposes. A correction shows beside the diagonal of the whole layers; the other panels tell which
+    part of the layer does it. Last panel: attention (rows) against MLP (columns).
     """
     import matplotlib.pyplot as plt
 
@@ -88,8 +88,8 @@ def token_kinds(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) 
 
 def adaptivity(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
     """The correction answers what was written. The contribution a of the earlier layer is scaled by 1 + alpha
-    before the next layer reads it: at alpha = -1 it is gone, at 1 doubled. In correcting pairs the next
-    layer's output turns against a as a grows; in control pairs it hardly cares. Thin lines are single pairs.
+    before the next layer reads it: at alpha = -1 it is gone, at 1 doubled. A curve that falls says that the next
+    layer turns against a the more there is of it; below 0 it opposes a. Thin lines are single pairs.
     """
     import matplotlib.pyplot as plt
 
@@ -125,6 +125,8 @@ def eigenvalues(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) 
     edges = np.linspace(-2, 2, 61)
     for kind, colour in (("control", "C0"), ("correcting", "C1")):
         values = table.loc[table["method"] == kind, "value"].clip(-2, 2)
+        if values.empty:
+            continue
         ax.hist(values, bins=edges, density=True, histtype="stepfilled", alpha=0.35, color=colour, label=kind)
         ax.hist(values, bins=edges, density=True, histtype="step", color=colour)
     ax.axvline(0, color="grey", linewidth=0.8)
@@ -134,9 +136,9 @@ def eigenvalues(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) 
 
 
 def steering_gain(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
-    """What survives of a push. A vector is added to the residual stream after a correcting layer's first half;
-    plotted is the share of the push along itself that the next layer takes away (below 0: it adds to it). Vectors
-    from the negative eigenspace are resisted, those from the positive one are not.
+    """What survives of a push. A vector is added to the residual stream between the two layers of a correcting pair;
+    plotted is the share of the push along itself that the next layer takes away (below 0: it adds to it), for
+    vectors from the negative and the positive eigenspace of its mean response, and for any direction.
     """
     import matplotlib.pyplot as plt
 
@@ -152,6 +154,9 @@ def steering_gain(records: pd.DataFrame, done: dict[str, list[Done]], path: Path
             mean.index, mean, yerr=error, marker="o", markersize=4, color=colour, label=method, capsize=3
         )
     ax.set_xscale("log")
+    strengths = sorted(table["strength"].unique()) if len(table) else []
+    ax.set_xticks(strengths, [f"{strength:g}" for strength in strengths])
+    ax.minorticks_off()
     ax.set(xlabel="length of the push / norm of the residual stream", ylabel="share lost")
     ax.legend()
     fig.savefig(path)
