@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,12 +155,10 @@ def run(
             ranks=ranks,
             progress=tell if ranks.first else (lambda line: None),
         )
-        started = time.monotonic()
         config.run(lab)
         _check_claims(found, lab)
         lab.execute()
         if ranks.first:
-            about["seconds"] = round(time.monotonic() - started, 1)
             about["environment"] = environment(threads=config.threads, jobs=jobs)
             about["models"] = [mapping.get(m, m) for m in config.models]
             about["command"], about["python"] = _calls(study, profile, overrides, mapping, found)
@@ -211,6 +208,7 @@ def _conclude(lab: Lab, found: Study, about: dict[str, Any], progress: Progress)
     folder = lab.folder
     write_atomic(folder / "records.jsonl", "".join(canonical_json(record) + "\n" for record in records))
     figures = draw(lab.figures, records, lab.finished(), folder / "figures", progress)
+    outcomes = {key: data for key in lab.stages if (data := lab.store.done(key))}
     result = {
         "schema_version": SCHEMA_VERSION,
         "slug": found.config.slug or found.name,
@@ -219,7 +217,7 @@ def _conclude(lab: Lab, found: Study, about: dict[str, Any], progress: Progress)
         "run_id": about["run_id"],
         "created": about["created"],
         "finished": _now(),
-        "seconds": about["seconds"],
+        "seconds": round(sum(data["seconds"] for data in outcomes.values()), 1),
         "command": about["command"],
         "python": about["python"],
         "settings": about["portable_settings"],
@@ -235,8 +233,8 @@ def _conclude(lab: Lab, found: Study, about: dict[str, Any], progress: Progress)
                 "key": key,
                 "function": stage.name,
                 "args": stage.shown,
-                "seconds": (lab.store.done(key) or {}).get("seconds"),
-                "failed": (lab.store.done(key) or {}).get("failed"),
+                "seconds": outcomes[key]["seconds"],
+                "failed": outcomes[key]["failed"],
             }
             for key, stage in lab.stages.items()
         ],

@@ -105,6 +105,7 @@ def correction(
         ctx.dir / "positions.npz", position=torch.cat(positions).numpy(), number=torch.cat(number).numpy()
     )
     _record_token_types(ctx, loaded, method, torch.cat(ids), torch.cat(number))
+    record_text(ctx, method, data, counted)
     return {
         "layers": len(matrices["layer"]),
         "width": int(trace.x.shape[-1]),
@@ -342,6 +343,7 @@ def emergence(
     optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=lr, weight_decay=0.1, betas=(0.9, 0.95))
     settings = TrainConfig(steps=max(at), lr=lr, warmup=max(at) // 20, min_lr_ratio=0.1, checkpoint_every=50)
     result = train(loaded.model, batches, optimizer, settings, resume=ctx, on_step=on_step)
+    record_text(ctx, "small model", data, result.tokens)
     return {"tokens": result.tokens, "loss": result.losses[-1]}
 
 
@@ -401,6 +403,15 @@ def sequences(loaded: Loaded, data: str, length: int) -> Iterator[tuple[str, tor
         ids = first + tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) > 2 * EARLIEST:
             yield document.name, torch.tensor(ids[:length], device=loaded.device)
+
+
+def record_text(ctx: StageContext, method: str, data: str, tokens: int) -> None:
+    """How much of which text was read, with the hash of the text: the same recipe differs between Pythons."""
+    from gnomon.core.data import corpus
+    from gnomon.core.refs import portable
+
+    tags = {"text": portable(data), "sha256": corpus(data).sha256[:16]}
+    ctx.record(method=method, metric="tokens read", value=tokens, tags=tags)
 
 
 def drawn_tokens(
