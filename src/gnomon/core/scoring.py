@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .errors import NumericalFailure, UsageError
 from .generation import generate
+from .modes import evaluation_mode
 
 __all__ = [
     "ChoiceScores",
@@ -44,13 +45,8 @@ LOGIT_BYTES = 256 << 20
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; the model's training mode is put back afterwards."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
+    with evaluation_mode(model), torch.no_grad():
+        yield
 
 
 def position_ids(attention_mask: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:

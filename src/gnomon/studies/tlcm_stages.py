@@ -360,7 +360,6 @@ def pretraining_state(model: Any, held_out: torch.Tensor) -> Iterator[tuple[str,
     from gnomon.core.scoring import token_nll
     from gnomon.methods.interpret import tlcm
 
-    model.eval()
     trace = tlcm.capture(model, held_out)
     real = tlcm.adjacent(trace).double().mean(1)
     null = tlcm.null_cross_token(

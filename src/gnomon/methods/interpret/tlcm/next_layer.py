@@ -27,8 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gnomon.core.errors import GnomonError, UsageError
 from gnomon.core.layers import decoder_stack, hidden_of, sublayers
+from gnomon.core.modes import evaluation_mode
 
-from .trace import Trace, evaluation_mode, working_dtype
+from .trace import Trace, working_dtype
 
 log = logging.getLogger(__name__)
 

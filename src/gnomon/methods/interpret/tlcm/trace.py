@@ -6,8 +6,8 @@ Shapes: n layers, B sequences, T positions, d hidden width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gnomon.core.errors import GnomonError, UsageError
 from gnomon.core.layers import DecoderStack, decoder_stack, hidden_of, sublayers
+from gnomon.core.modes import evaluation_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,18 +123,6 @@ def _accepted(runner: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
             "Capture one unpadded sequence at a time."
         )
     return {name: value for name, value in arguments.items() if name in named}
-
-
-@contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Switch dropout off inside the block; each submodule gets its own former mode back."""
-    training = [child for child in module.modules() if child.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for child in training:
-            child.training = True
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
