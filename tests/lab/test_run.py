@@ -227,3 +227,58 @@ def test_ranks_of_a_launcher_share_one_run(run, tmp_path):
     assert comparable(read_records(folder / "records.jsonl")) == comparable(
         read_records(run().dir / "records.jsonl")
     )
+
+
+RIVAL = """
+def triple(value):
+    return 3 * value
+"""
+
+
+def with_rivals(tmp_path):
+    """A copy of the toy study that takes rivals, and a module that offers one."""
+    text = Path(TOY).read_text()
+    text = text.replace(
+        "    disk_bytes:", '    rival_protocol: ClassVar[str] = "factory(value) -> value"\n    disk_bytes:'
+    )
+    text = text.replace(
+        "        lab.stage(timing",
+        "        for name, target in self.rival_targets.items():\n"
+        "            lab.stage(outside, name=name, target=target)\n"
+        "        lab.stage(timing",
+    )
+    text += """
+
+def outside(ctx, *, name, target):
+    from gnomon.lab import load_rival
+
+    ctx.record(method=name, metric="double", value=load_rival(target)(2.0))
+"""
+    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "my_rival.py").write_text(RIVAL)
+    return str(tmp_path / "mine.py")
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_rival_competes_and_its_source_counts_as_code(tmp_path, monkeypatch, jobs):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rival", raising=False)
+    study = with_rivals(tmp_path)
+    result = gnomon.run(study, runs=tmp_path / "runs", jobs=jobs, rivals=("mine=my_rival:triple",))
+    table = result.frame()
+    assert table[table.method == "mine"].value.tolist() == [6.0]
+    assert "--with mine=my_rival:triple" in result.data["command"]
+    (result.dir / "report.html").unlink()
+    (tmp_path / "my_rival.py").write_text(RIVAL + "# changed")
+    with pytest.raises(GnomonError, match="The code changed"):
+        gnomon.run(study, runs=tmp_path / "runs", rivals=("mine=my_rival:triple",))
+
+
+@pytest.mark.parametrize(
+    ("rival", "message"),
+    [("mine", "name=module:factory"), ("mine=nowhere:f", "can't be imported"), ("mine=json:lods", "'loads'")],
+)
+def test_a_rival_that_is_not_there_is_refused_before_work(tmp_path, rival, message):
+    with pytest.raises(UsageError, match=message):
+        gnomon.run(with_rivals(tmp_path), runs=tmp_path / "runs", rivals=(rival,))
+    assert not (tmp_path / "runs").exists()

@@ -58,6 +58,11 @@ class StudyConfig:
             if not name or ":" not in target:
                 raise UsageError(f"--with takes name=module:factory, got {rival!r}.")
 
+    @property
+    def rival_targets(self) -> dict[str, str]:
+        """`module:factory` of each added competitor by its name."""
+        return dict(rival.split("=", 1) for rival in self.rivals)
+
     def check(self) -> None:
         """Refuse what can't work (model missing, data too short) before any expensive work."""
 

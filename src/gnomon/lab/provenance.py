@@ -28,8 +28,8 @@ REPORTED = (
 )
 
 
-def code_hash(study_file: Path | None = None) -> str:
-    """Hash of everything that can change a record: the package's Python and kernel sources, the study file.
+def code_hash(*others: Path | None) -> str:
+    """Hash of everything that can change a record: the package's sources and `others` (study file, rivals).
 
     Cards, results, templates and docs don't count.
     """
@@ -38,8 +38,9 @@ def code_hash(study_file: Path | None = None) -> str:
     for path in sorted(sources):
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
-    if study_file is not None and PACKAGE not in study_file.resolve().parents:
-        digest.update(b"study\0" + hashlib.sha256(study_file.read_bytes()).digest())
+    for other in others:
+        if other is not None and PACKAGE not in other.resolve().parents:
+            digest.update(other.name.encode() + b"\0" + hashlib.sha256(other.read_bytes()).digest())
     return digest.hexdigest()[:16]
 
 

@@ -24,6 +24,7 @@ from .provenance import code_hash, commit_state, environment
 from .ranks import Ranks
 from .report import write_report
 from .result import SCHEMA_VERSION, Result, check_version, judge, load_result, summarise
+from .rivals import load_rival, source_file
 from .stage import load_study_module
 
 
@@ -142,6 +143,8 @@ def run(
     tell = progress or (lambda line: None)
     if _finished(folder):
         return load_result(folder)
+    for target in config.rival_targets.values():
+        load_rival(target)
     config.check()
 
     with _writer(folder, ranks):
@@ -311,7 +314,7 @@ def _about(
     write: bool,
 ) -> dict[str, Any]:
     """The run's `config.yaml`: written on the first call, checked against the present code on later ones."""
-    current = code_hash(found.file)
+    current = code_hash(found.file, *(source_file(target) for target in config.rival_targets.values()))
     file = folder / "config.yaml"
     if file.exists():
         about = read_config(folder)
