@@ -3,7 +3,12 @@
 This file's presence also puts this folder on the import path, so that tests can share helper modules.
 """
 
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
+
+import pytest
 
 os.environ.update(
     OMP_NUM_THREADS="1",
@@ -12,3 +17,13 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     MPLBACKEND="Agg",
 )
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Run-time type checks off: for the messages that a wrong type or shape gets where no checker runs."""
+    import jaxtyping
+
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     systems = tree / "src/gnomon/systems.py"
     text = systems.read_text()
     assert text.count("\n)\n") == 1  # the end of the table
-    systems.write_text(text.replace("\n)\n", f"\n{row})\n"))
+    systems.write_text(text.replace("\n)\n", f"\n{textwrap.indent(row.rstrip(), '    ')},\n)\n"))
     return tree
 
 

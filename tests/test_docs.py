@@ -6,6 +6,7 @@ languages (`sh`, `text`, `toml`, …) are only shown.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from gnomon import cli
+from gnomon.lab.records import BUDGET_FIELDS, FIELDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -67,3 +69,12 @@ def test_commands_are_read_as_a_shell_reads_them(tmp_path: Path, monkeypatch: py
         ["gnomon", "run", "x", "-o", "note=two words", "--again"],
         ["gnomon", "compare", "a", "b"],
     ]
+
+
+def test_the_results_page_names_every_field() -> None:
+    schema = json.loads((ROOT / "src/gnomon/lab/result.schema.json").read_text())
+    claim, metric = schema["$defs"]["claim"], schema["$defs"]["metric"]
+    fields = {*schema["properties"], *claim["properties"], *metric["properties"]}
+    fields |= {*claim["properties"]["parts"]["items"]["properties"], *FIELDS, *BUDGET_FIELDS}
+    page = (ROOT / "docs/results-format.md").read_text()
+    assert {field for field in fields if f"`{field}`" not in page} == set()

@@ -85,3 +85,8 @@ def test_gnomon_is_checked() -> None:
 
     with pytest.raises(TypeCheckError):
         nearest(3, ["a"])  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_checks_can_be_left_out(sample: ModuleType) -> None:
+    assert sample.first(["a"]) == "a"

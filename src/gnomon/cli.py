@@ -129,8 +129,6 @@ def run(
     """
     options = split_pairs(option, "-o", "FIELD=VALUE")
     rivals = split_pairs(with_, "--with", "NAME=MODULE:FACTORY")
-    if jobs < 1:
-        raise UsageError(f"--jobs must be at least 1, got {jobs}.")
     settings: dict[str, Any] = {
         "model": model,
         "profile": profile,

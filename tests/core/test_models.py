@@ -223,6 +223,7 @@ def test_a_failing_hub_says_what_to_check(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError("We couldn't connect to the hub.\nmore")
 
     monkeypatch.setattr(models.AutoTokenizer, "from_pretrained", fail)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(GnomonError, match=r"couldn't connect to the hub. Check the spelling.*smollm2-135m"):
         models.load("gnomon-tests/absent")
     assert asked == {"source": "gnomon-tests/absent", "local_files_only": False, "trust_remote_code": False}

@@ -85,6 +85,19 @@ def test_a_changed_study_stops_unless_accepted_and_then_says_so(tmp_path):
     assert len(result.data["code"]["accepted_changes"]) == 1
 
 
+def test_a_finished_run_of_other_code_is_shown_and_says_so(tmp_path):
+    study = tmp_path / "mine.py"
+    study.write_text(Path(TOY).read_text())
+    told = []
+    first = gnomon.run(str(study), runs=tmp_path / "runs", progress=told.append)
+    told.clear()
+    gnomon.run(str(study), runs=tmp_path / "runs", progress=told.append)
+    assert told == []
+    study.write_text(study.read_text() + "\n# changed\n")
+    assert gnomon.run(str(study), runs=tmp_path / "runs", progress=told.append).data == first.data
+    assert len(told) == 1 and "--again runs the present one" in told[0]
+
+
 @pytest.mark.parametrize(
     ("study", "arguments", "message"),
     [

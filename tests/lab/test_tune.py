@@ -97,6 +97,7 @@ def test_no_finite_cell_is_refused():
         ({"score": "los"}, r"'los' is no key of the stage's value \(loss, accuracy\)"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_misuse_is_refused(changes, message):
     settings = {"grid": {"lr": (1, 2)}, "seeds": (10, 11), "score": "loss"} | changes
     with pytest.raises(UsageError, match=message):

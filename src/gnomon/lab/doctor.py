@@ -6,7 +6,6 @@ Each finding is independent: one that can't be made says so and never stops the 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -41,22 +40,21 @@ def examine(runs: Path | None = None) -> list[Finding]:
     Args:
         runs: the folder that runs would be written to (default: the current one).
     """
-    checks: list[Callable[[], list[Finding]]] = [
-        _python,
-        _torch,
-        _processor,
-        _libraries,
-        _extras,
-        _embedded_model,
-        lambda: _disk(runs or Path.cwd()),
-        _tools,
-    ]
+    checks: dict[str, Callable[[], list[Finding]]] = {
+        "python": _python,
+        "torch": _torch,
+        "processor": _processor,
+        "libraries": _libraries,
+        "extras": _extras,
+        "embedded model": _embedded_model,
+        "disk": lambda: _disk(runs or Path.cwd()),
+        "tools": _tools,
+    }
     findings: list[Finding] = []
-    for check in checks:
+    for name, check in checks.items():
         try:
             findings += check()
         except Exception as error:  # a broken installation is what doctor is for
-            name = check.__name__.strip("_<>")
             text = f"{type(error).__name__}: {error}"
             findings.append(Finding(name=name, state="bad", value=text, meaning="This check itself failed."))
     return findings

@@ -142,6 +142,8 @@ def run(
     folder = ranks.agree(_attempt(Path(runs) / found.name, name, again=again))
     tell = progress or (lambda line: None)
     if _finished(folder):
+        if not _same_code(read_config(folder), current_code(found, config)):
+            tell(f"{folder} was made by other code than the present one. --again runs the present one.")
         return load_result(folder)
     for target in config.rival_targets.values():
         load_rival(target)
@@ -283,6 +285,16 @@ def _finished(folder: Path) -> bool:
     return (folder / "result.json").exists() and (folder / "report.html").exists()
 
 
+def current_code(found: Study, config: StudyConfig) -> str:
+    """Hash of the code that a run of this study executes: the package, the study's file, the rivals' files."""
+    return code_hash(found.file, *(source_file(target) for target in config.rival_targets.values()))
+
+
+def _same_code(about: Mapping[str, Any], current: str) -> bool:
+    """Whether a run that `config.yaml` tells of began with, or was last accepted for, the code `current`."""
+    return current in (about["code"]["hash"], *about["code"]["accepted_changes"][-1:])
+
+
 @contextmanager
 def _writer(folder: Path, ranks: Ranks) -> Iterator[None]:
     """Hold the run folder against a second writer."""
@@ -314,19 +326,18 @@ def _about(
     write: bool,
 ) -> dict[str, Any]:
     """The run's `config.yaml`: written on the first call, checked against the present code on later ones."""
-    current = code_hash(found.file, *(source_file(target) for target in config.rival_targets.values()))
+    current = current_code(found, config)
     file = folder / "config.yaml"
     if file.exists():
         about = read_config(folder)
-        accepted = about["code"]["accepted_changes"]
-        if current not in (about["code"]["hash"], *accepted[-1:]):
+        if not _same_code(about, current):
             if not accept_changed_code:
                 raise GnomonError(
                     f"The code changed since {folder} began (was {about['code']['hash']}, is {current}). "
                     "Go back to that code, start afresh with --again, or pass --accept-changed-code, "
                     "which the result will say."
                 )
-            about["code"]["accepted_changes"] = [*accepted, current]
+            about["code"]["accepted_changes"] = [*about["code"]["accepted_changes"], current]
             if write:
                 write_atomic(file, yaml.safe_dump(about, sort_keys=False))
         return about
