@@ -99,7 +99,7 @@ class TLCMStudy(StudyConfig):
             "seeds": (0, 1),
         },
         "full": {
-            "tokens": 50_000,
+            "tokens": 30_000,
             "random_tokens": 6_000,
             "length": 1024,
             "causal_tokens": 100,
@@ -107,7 +107,7 @@ class TLCMStudy(StudyConfig):
             "vectors": 16,
             "strengths": (0.02, 0.05, 0.1, 0.2, 0.4, 0.8),
             "small": "tiny:llama-3m",
-            "at": (10, 30, 100, 300, 1000, 2000),
+            "at": (10, 30, 100, 300, 1000),
             "small_lr": 1e-3,
             "seeds": (0, 1, 2, 3, 4),
         },
