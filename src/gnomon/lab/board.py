@@ -128,7 +128,8 @@ def _system_page(system: System, card: Card, result: Json | None) -> str:
 
 
 def _unmeasured(claim: Any) -> Json:
-    parts = [{"label": p.part, "text": p.text, "verdict": None, "rule": "", "note": ""} for p in claim.parts]
+    nothing: Json = {"verdict": None, "rule": "", "note": "", "within": []}
+    parts = [{"label": part.part, "text": part.text, **nothing} for part in claim.parts]
     return {
         "id": claim.id,
         "text": claim.text,
