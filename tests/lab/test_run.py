@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jsonschema
@@ -17,8 +18,10 @@ from gnomon.lab import accept as accepting
 from gnomon.lab.accept import accept
 from gnomon.lab.check import check, remake
 from gnomon.lab.compare import compare
+from gnomon.lab.provenance import own_sources
 from gnomon.lab.records import comparable, read_records
 from gnomon.lab.result import load_result
+from gnomon.lab.run import find_study, run_name
 
 TOY = str(Path(__file__).with_name("toy.py"))
 
@@ -83,6 +86,47 @@ def test_a_changed_study_stops_unless_accepted_and_then_says_so(tmp_path):
         gnomon.run(str(study), **arguments)
     result = gnomon.run(str(study), **arguments, accept_changed_code=True)
     assert len(result.data["code"]["accepted_changes"]) == 1
+
+
+def test_a_finished_run_is_not_passed_off_as_the_result_of_changed_code(tmp_path):
+    (tmp_path / "helper.py").write_text("CONSTANT = 1\n")
+    study = tmp_path / "mine.py"
+    study.write_text("import helper\n" + Path(TOY).read_text())
+    run = partial(gnomon.run, str(study), runs=tmp_path / "runs")
+    first = run()
+    assert run().dir == first.dir
+    (tmp_path / "helper.py").write_text("CONSTANT = 2\n")
+    with pytest.raises(GnomonError, match="code changed since"):
+        run()
+    assert run(accept_changed_code=True).data == first.data
+    assert run(again=True).dir != first.dir
+
+
+def test_the_copy_of_a_study_has_runs_of_its_own(tmp_path):
+    # `gnomon cp tlcm .` gives a file of the same name with the same settings.
+    package, own = find_study("tlcm"), tmp_path / "tlcm.py"
+    own.write_text((Path(gnomon.__file__).parent / "studies" / "tlcm.py").read_text())
+    names = {run_name(study, "cpu", {}) for study in (package, find_study(str(own)))}
+    assert len(names) == 2
+
+
+def test_own_sources_are_the_study_and_what_it_imports_beside_it(tmp_path):
+    (tmp_path / "kit").mkdir()
+    for name, text in {
+        "study.py": "import os, one\nfrom kit import two\nfrom kit.three import x\n",
+        "one.py": "def f():\n    import four\n",
+        "four.py": "import study\n",
+        "kit/__init__.py": "",
+        "kit/two.py": "from . import five\n",
+        "kit/three.py": "",
+        "kit/five.py": "",
+        "unused.py": "",
+    }.items():
+        (tmp_path / name).write_text(text)
+    found = {path.relative_to(tmp_path).as_posix() for path in own_sources(tmp_path / "study.py")}
+    assert found == {
+        "study.py", "one.py", "four.py", "kit/__init__.py", "kit/two.py", "kit/three.py", "kit/five.py",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

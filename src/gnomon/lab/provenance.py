@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
 import os
@@ -29,7 +30,8 @@ REPORTED = (
 
 
 def code_hash(study_file: Path | None = None) -> str:
-    """Hash of everything that can change a record: the package's Python and kernel sources, the study file.
+    """Hash of everything that can change a record: the package's Python and kernel sources, the study file
+    and the modules beside it that it imports.
 
     Cards, results, templates and docs don't count.
     """
@@ -39,8 +41,34 @@ def code_hash(study_file: Path | None = None) -> str:
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     if study_file is not None and PACKAGE not in study_file.resolve().parents:
-        digest.update(b"study\0" + hashlib.sha256(study_file.read_bytes()).digest())
+        for path in own_sources(study_file):
+            name = "study" if path == study_file.resolve() else path.name
+            digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]
+
+
+def own_sources(study_file: Path) -> list[Path]:
+    """A study file and the modules beside it that it imports, at any depth; installed ones don't count."""
+    folder, todo, found = study_file.resolve().parent, [study_file.resolve()], set[Path]()
+    while todo:
+        path = todo.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
+            names, start = list[str](), folder
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                start = path.parents[node.level - 1] if node.level else folder
+                names = [".".join(filter(None, (node.module, alias.name))) for alias in node.names]
+            for name in names:
+                parts = name.split(".")
+                for length in range(1, len(parts) + 1):
+                    base = start.joinpath(*parts[:length])
+                    candidates = (base.parent / f"{base.name}.py", base / "__init__.py")
+                    todo += [candidate for candidate in candidates if candidate.is_file()]
+    return sorted(found)
 
 
 def git(*arguments: str, folder: Path) -> str | None:

@@ -137,11 +137,13 @@ def run(
         overrides["rivals"] = tuple(rivals)
     config = found.config.resolve(profile, overrides)
     settings, mapping = config.portable()
-    name = run_id(found.config.slug or found.name, profile, settings)
+    name = run_name(found, profile, settings)
     ranks = Ranks.from_environment()
     folder = ranks.agree(_attempt(Path(runs) / found.name, name, again=again))
     tell = progress or (lambda line: None)
     if _finished(folder):
+        if not accept_changed_code:
+            _require_same_code(read_config(folder), code_hash(found.file), folder)
         return load_result(folder)
     config.check()
 
@@ -168,6 +170,11 @@ def run(
             _conclude(lab, found, about, tell)
         ranks.wait()
     return load_result(folder)
+
+
+def run_name(found: Study, profile: str, settings: Mapping[str, Any]) -> str:
+    """The run's id. The copy of a study is another study: it must not be given the original's results."""
+    return run_id(found.file.name if found.file else found.name, profile, settings)
 
 
 def reopen(folder: Path) -> tuple[Lab, Study, dict[str, Any]]:
@@ -317,15 +324,10 @@ def _about(
     file = folder / "config.yaml"
     if file.exists():
         about = read_config(folder)
-        accepted = about["code"]["accepted_changes"]
-        if current not in (about["code"]["hash"], *accepted[-1:]):
-            if not accept_changed_code:
-                raise GnomonError(
-                    f"The code changed since {folder} began (was {about['code']['hash']}, is {current}). "
-                    "Go back to that code, start afresh with --again, or pass --accept-changed-code, "
-                    "which the result will say."
-                )
-            about["code"]["accepted_changes"] = [*accepted, current]
+        if not accept_changed_code:
+            _require_same_code(about, current, folder)
+        elif not _same_code(about, current):
+            about["code"]["accepted_changes"] = [*about["code"]["accepted_changes"], current]
             if write:
                 write_atomic(file, yaml.safe_dump(about, sort_keys=False))
         return about
@@ -346,6 +348,21 @@ def _about(
     if write:
         write_atomic(file, yaml.safe_dump(about, sort_keys=False))
     return about
+
+
+def _same_code(about: dict[str, Any], current: str) -> bool:
+    """Whether the run began or last went on with the present code."""
+    return current in (about["code"]["hash"], *about["code"]["accepted_changes"][-1:])
+
+
+def _require_same_code(about: dict[str, Any], current: str, folder: Path) -> None:
+    """Refuse to go on with other code, and to show as this code's a result that another one made."""
+    if not _same_code(about, current):
+        raise GnomonError(
+            f"The code changed since {folder} began (was {about['code']['hash']}, is {current}). "
+            "Go back to that code, start afresh with --again, or pass --accept-changed-code, "
+            "which the result will say if anything is left to run."
+        )
 
 
 def _calls(
