@@ -239,12 +239,11 @@ def test_compare_marks_unequal_budgets(run):
         compare([run().dir])
 
 
-def test_a_figure_that_raises_does_not_cost_the_run(tmp_path):
+@pytest.mark.parametrize("instead", ["raise ValueError('no')", "raise SystemExit", "return"])
+def test_a_figure_that_fails_does_not_cost_the_run(tmp_path, instead):
     study = tmp_path / "mine.py"
     text = Path(TOY).read_text()
-    study.write_text(
-        text.replace("import matplotlib.pyplot as plt\n\n    fig", "raise ValueError('no')\n    fig")
-    )
+    study.write_text(text.replace("import matplotlib.pyplot as plt\n\n    fig", f"{instead}\n    fig"))
     lines = []
     result = gnomon.run(str(study), runs=tmp_path / "runs", progress=lines.append)
     assert result.data["figures"] == [] and any("totals could not be drawn" in line for line in lines)
