@@ -123,6 +123,37 @@ def test_incomplete_folders_are_refused(saved: Path, missing: str, message: str)
         models.load(str(saved))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**6}, "1,000,000 layers"),
+        ({"num_hidden_layers": 2}, "no place for"),
+        ({"num_hidden_layers": -1}, "-1 layers"),
+        ({"num_attention_heads": 0}, "could not be loaded"),
+        ({"vocab_size": "many"}, "could not be loaded"),
+        ({"vocab_size": 100}, "could not be loaded"),
+        ({"dtype": "nope"}, "could not be loaded"),
+        ({"model_type": 5}, "no model's configuration"),
+    ],
+)
+def test_a_wrong_config_is_an_error(saved: Path, changes: dict[str, Any], message: str) -> None:
+    edit_config(saved, **changes)
+    with pytest.raises(GnomonError, match=message):
+        models.load(str(saved))
+
+
+def test_weights_without_a_place_are_refused_beside_the_models_own_only(saved: Path) -> None:
+    path = saved / "model.safetensors"
+    weights = load_file(path)
+    save_file({**weights, "vision.0.weight": torch.ones(2)}, path, {"format": "pt"})
+    models.load(str(saved))
+    # The scales of a quantizer that Transformers doesn't know: the packed weights alone would be garbage.
+    scale = {"model.layers.0.mlp.down_proj.weight_scale": torch.ones(1)}
+    save_file({**weights, **scale}, path, {"format": "pt"})
+    with pytest.raises(GnomonError, match="weight_scale"):
+        models.load(str(saved))
+
+
 def test_missing_weights_are_an_error_not_random_numbers(saved: Path) -> None:
     weights = load_file(saved / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]

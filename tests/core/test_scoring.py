@@ -254,6 +254,23 @@ def test_long_contexts_lose_their_beginning(tiny_llama: Any, letter_tokenizer: A
         score_choices(tiny_llama, tokenizer, [Question(context="a", choices=("b", ""))])
 
 
+def test_what_would_score_nothing_or_beyond_the_positions_is_refused(
+    tiny_llama: Any, letter_tokenizer: Any
+) -> None:
+    tokenizer, question = letter_tokenizer(), Question(context="a", choices=("b",))
+    for size in (0, -1):
+        with pytest.raises(UsageError, match=f"batch_size={size}"):
+            perplexity(tiny_llama, ids(20), window=8, stride=4, batch_size=size)
+        with pytest.raises(UsageError, match=f"batch_size={size}"):
+            score_choices(tiny_llama, tokenizer, [question], batch_size=size)
+    limit = tiny_llama.config.max_position_embeddings
+    with pytest.raises(UsageError, match=f"exceeds the {limit} positions"):
+        perplexity(tiny_llama, ids(limit + 1), window=limit + 1, stride=4)
+    with pytest.raises(UsageError, match=f"exceeds the {limit} positions"):
+        score_choices(tiny_llama, tokenizer, [question], max_length=limit + 1)
+    perplexity(tiny_llama, ids(9), window=limit + 1, stride=4)  # the text itself is short enough
+
+
 def test_best_follows_the_harness_by_hand() -> None:
     scores = scoring.ChoiceScores(
         loglikelihood=(-4.0, -4.8, -5.0), tokens=(1, 1, 2), bytes=(2, 4, 4), characters=(2, 2, 4)

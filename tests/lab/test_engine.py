@@ -13,7 +13,8 @@ import pytest
 from gnomon.core import files
 from gnomon.core.errors import GnomonError, NumericalFailure, UsageError
 from gnomon.lab.engine import Lab
-from gnomon.lab.records import comparable
+from gnomon.lab.pool import WorkerPool
+from gnomon.lab.records import comparable, read_records
 from gnomon.lab.stage import StageContext, StageStore, stage_key
 
 TOY = Path(__file__).with_name("toy.py")
@@ -101,6 +102,39 @@ def test_a_bug_ends_the_run_after_the_other_stages(make_lab, jobs):
         lab.execute()
     undone = [s.name for k, s in lab.stages.items() if lab.store.done(k) is None]
     assert undone == ["crash"]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("fail", ["exit", "pipe"])
+def test_a_stage_that_ends_the_process_or_breaks_a_pipe_is_an_error(make_lab, fail, jobs):
+    # Uncaught, `sys.exit(0)` would end the command with success, and so would a broken pipe (`gnomon | head`).
+    with pytest.raises(GnomonError, match=f"Stage {fail}"):
+        make_lab(fail=fail, jobs=jobs).execute()
+
+
+def test_a_worker_that_died_while_idle_is_an_error(make_lab):
+    lab = make_lab()
+    with WorkerPool(lab._reference, StageStore(lab.folder / "stages"), 1) as pool:
+        (lab.folder / "stages").mkdir(parents=True)
+        worker = pool._idle()
+        worker.process.kill()
+        worker.process.wait()
+        with pytest.raises(GnomonError, match="died"):
+            pool.run(list(lab.stages.values()), on_done=lambda stage: None)
+
+
+@pytest.mark.parametrize("text", ["a\u2028b", "a\x85b", "a\x1cb", "a\nb", "\0"])
+def test_any_text_in_a_record_comes_back(tmp_path, text):
+    context = StageContext(tmp_path, 0)
+    context.record(method="m", metric=text, value=1.0, item=text, tags={"token": text})
+    assert read_records(tmp_path / "records.jsonl") == context.snapshot()
+
+
+def test_figures_need_names_of_their_own(make_lab):
+    lab = make_lab()
+    for figure in (lambda records, done, path: None, lab.figures[0]):
+        with pytest.raises(UsageError, match="a name of its own"):
+            lab.figure(figure)
 
 
 def test_jobs_do_not_change_the_records(make_lab):

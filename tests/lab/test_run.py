@@ -17,8 +17,10 @@ from gnomon.lab import accept as accepting
 from gnomon.lab.accept import accept
 from gnomon.lab.check import check, remake
 from gnomon.lab.compare import compare
+from gnomon.lab.provenance import own_sources
 from gnomon.lab.records import comparable, read_records
 from gnomon.lab.result import load_result
+from gnomon.lab.run import find_study, run_name
 
 TOY = str(Path(__file__).with_name("toy.py"))
 
@@ -87,15 +89,43 @@ def test_a_changed_study_stops_unless_accepted_and_then_says_so(tmp_path):
 
 def test_a_finished_run_of_other_code_is_shown_and_says_so(tmp_path):
     study = tmp_path / "mine.py"
-    study.write_text(Path(TOY).read_text())
+    study.write_text("import helper\n" + Path(TOY).read_text())
+    (tmp_path / "helper.py").write_text("CONSTANT = 1\n")
     told = []
     first = gnomon.run(str(study), runs=tmp_path / "runs", progress=told.append)
     told.clear()
     gnomon.run(str(study), runs=tmp_path / "runs", progress=told.append)
     assert told == []
-    study.write_text(study.read_text() + "\n# changed\n")
+    (tmp_path / "helper.py").write_text("CONSTANT = 2\n")
     assert gnomon.run(str(study), runs=tmp_path / "runs", progress=told.append).data == first.data
     assert len(told) == 1 and "--again runs the present one" in told[0]
+
+
+def test_the_copy_of_a_study_has_runs_of_its_own(tmp_path):
+    # `gnomon cp tlcm .` gives a file of the same name with the same settings.
+    package, own = find_study("tlcm"), tmp_path / "tlcm.py"
+    own.write_text((Path(gnomon.__file__).parent / "studies" / "tlcm.py").read_text())
+    names = {run_name(study, "cpu", {}) for study in (package, find_study(str(own)))}
+    assert len(names) == 2
+
+
+def test_own_sources_are_the_study_and_what_it_imports_beside_it(tmp_path):
+    (tmp_path / "kit").mkdir()
+    for name, text in {
+        "study.py": "import os, one\nfrom kit import two\nfrom kit.three import x\n",
+        "one.py": "def f():\n    import four\n",
+        "four.py": "import study\n",
+        "kit/__init__.py": "",
+        "kit/two.py": "from . import five\n",
+        "kit/three.py": "",
+        "kit/five.py": "",
+        "unused.py": "",
+    }.items():
+        (tmp_path / name).write_text(text)
+    found = {path.relative_to(tmp_path).as_posix() for path in own_sources(tmp_path / "study.py")}
+    assert found == {
+        "study.py", "one.py", "four.py", "kit/__init__.py", "kit/two.py", "kit/three.py", "kit/five.py",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -208,12 +238,11 @@ def test_compare_marks_unequal_budgets(run):
         compare([run().dir])
 
 
-def test_a_figure_that_raises_does_not_cost_the_run(tmp_path):
+@pytest.mark.parametrize("instead", ["raise ValueError('no')", "raise SystemExit", "return"])
+def test_a_figure_that_fails_does_not_cost_the_run(tmp_path, instead):
     study = tmp_path / "mine.py"
     text = Path(TOY).read_text()
-    study.write_text(
-        text.replace("import matplotlib.pyplot as plt\n\n    fig", "raise ValueError('no')\n    fig")
-    )
+    study.write_text(text.replace("import matplotlib.pyplot as plt\n\n    fig", f"{instead}\n    fig"))
     lines = []
     result = gnomon.run(str(study), runs=tmp_path / "runs", progress=lines.append)
     assert result.data["figures"] == [] and any("totals could not be drawn" in line for line in lines)

@@ -1,6 +1,7 @@
 """A tiny study for the lab's own tests: no torch work, every kind of stage."""
 
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,14 @@ def crash(ctx) -> None:
     raise RuntimeError("a bug")
 
 
+def exit(ctx) -> None:
+    sys.exit(0)
+
+
+def pipe(ctx) -> None:
+    raise BrokenPipeError
+
+
 def note(log: str, text: str) -> None:
     if log:
         with Path(log).open("a") as file:
@@ -100,8 +109,8 @@ class ToyStudy(StudyConfig):
         lab.stage(timing, log=self.log, exclusive=True)
         if self.fail == "diverge":
             lab.stage(double, of=lab.stage(diverge, seed=0), log=self.log)
-        if self.fail == "crash":
-            lab.stage(crash)
+        if stage := {"crash": crash, "exit": exit, "pipe": pipe}.get(self.fail):
+            lab.stage(stage)
         lab.claim("toy.1", rule=Paired(metric="double", method="toy", to="base", equal=("steps",)), grade="T")
         lab.figure(totals)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import is_offline_mode
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import smollm2, tiny
@@ -35,6 +35,7 @@ DTYPES = {
 }
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_DEPTHS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OFFLINE_MODELS = "Offline there are smollm2-135m, tiny:llama-0.5m and local folders."
 
@@ -164,7 +165,10 @@ def _check_folder(folder: Path) -> None:
             "opened and is never loaded. If you trust it, convert it once: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)."
         )
-    model_type = read_json(folder / "config.json").get("model_type", "")
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict) or not isinstance(model_type := config.get("model_type", ""), str):
+        raise GnomonError(f"{folder / 'config.json'} is no model's configuration. The file is damaged.")
+    _check_depth(folder, config)
     if model_type.startswith("gnomon_"):
         try:
             importlib.import_module("gnomon.hf")
@@ -175,6 +179,31 @@ def _check_folder(folder: Path) -> None:
                 f"{folder} is of type {model_type}, which this version of Gnomon can't load (it has no "
                 "gnomon.hf). Install the version named in gnomon.json of that folder."
             ) from None
+
+
+def _check_depth(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse a configuration without layers, or with more than tensors, before any is built."""
+    inner = config.get("text_config")
+    for values in (config, inner if isinstance(inner, dict) else {}):
+        for name in _DEPTHS & values.keys():
+            layers, tensors = values[name], _tensors(folder)
+            if isinstance(layers, int) and not 1 <= layers <= tensors:
+                raise GnomonError(
+                    f"{folder / 'config.json'} speaks of {layers:,} layers ({name}), but the folder holds "
+                    f"{tensors:,} tensors. One of them is damaged."
+                )
+
+
+def _tensors(folder: Path) -> int:
+    """Tensors of all shards, by their headers."""
+    count = 0
+    for shard in folder.glob("*.safetensors"):
+        try:
+            with safe_open(shard, "pt") as file:
+                count += len(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise GnomonError(f"{folder} could not be loaded: {shard.name}: {error}") from None
+    return count
 
 
 def _pretrained(
@@ -201,7 +230,22 @@ def _pretrained(
             f"{min(report['missing_keys'])}); Transformers would fill them with random numbers. The "
             "checkpoint is damaged or belongs to another architecture than its config.json says."
         )
+    known = {_stem(name) for name in model.state_dict()}
+    unused = sorted(
+        name for name in report["unexpected_keys"] if _stem(name) in known and "rotary_emb" not in name
+    )
+    if unused:
+        raise GnomonError(
+            f"{source} holds {len(unused)} weights that the model of its config.json has no place for (such as "
+            f"{unused[0]}); without them it would be another model. The config.json is damaged, or the weights "
+            "are quantized in a way that Transformers doesn't know."
+        )
     return model, tokenizer
+
+
+def _stem(name: str) -> str:
+    """The part of a weight's name before its first number: the list of layers that it belongs to."""
+    return re.split(r"\.\d+\.", name)[0] if re.search(r"\.\d+\.", name) else ""
 
 
 @contextmanager
@@ -209,7 +253,9 @@ def _explained(source: str, *, local: bool) -> Iterator[None]:
     """Turn what Transformers raises about a checkpoint into one error with a way out."""
     try:
         yield
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+    except (
+        Exception
+    ) as error:  # a hostile config.json raises anything, from ZeroDivisionError to AssertionError
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         if local:
             way_out = ""

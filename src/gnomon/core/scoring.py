@@ -175,6 +175,8 @@ def stream_nll(
     model: nn.Module, tokens: Int[Tensor, " N"], *, window: int, stride: int, batch_size: int = 4
 ) -> Float[Tensor, " N-1"]:
     """Loss of tokens 1..N-1 of a stream in nats, each scored once with the context of :func:`windows`."""
+    _require_batch(batch_size)
+    _require_positions(model, min(window, len(tokens)), "window")
     device = next(model.parameters()).device
     losses = []
     spans = windows(len(tokens), window=window, stride=stride)
@@ -209,7 +211,8 @@ def perplexity(
     its bytes count.
 
     Raises:
-        UsageError: on a text without tokenizer or prefix, fewer than two tokens, or a bad stride.
+        UsageError: on a text without tokenizer or prefix, fewer than two tokens, a bad stride or batch size,
+            or a window beyond the model's positions.
         NumericalFailure: if a loss isn't finite.
     """
     size = None
@@ -252,6 +255,20 @@ def summarise(total_nll: float, tokens: int, size: int | None) -> Perplexity:
         perplexity=math.exp(mean) if mean < 700 else math.inf,  # exp(710) overflows a double
         bits_per_byte=total_nll / math.log(2) / size if size else None,
     )
+
+
+def _require_batch(batch_size: int) -> None:
+    if batch_size < 1:
+        raise UsageError(f"batch_size={batch_size} would score nothing. Use 1 or more.")
+
+
+def _require_positions(model: nn.Module, length: int, what: str) -> None:
+    """Refuse more tokens than the model has positions: what it says beyond them is no measurement of it."""
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise UsageError(
+            f"{what}={length} exceeds the {limit} positions of this model. Use {what}={limit} or less."
+        )
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -329,8 +346,12 @@ def score_choices(
             contexts lose their beginning.
 
     Raises:
-        UsageError: on an empty choice, or one that alone exceeds `max_length`.
+        UsageError: on an empty choice, one that alone exceeds `max_length`, a `max_length` beyond the model's
+            positions, or a bad batch size.
     """
+    _require_batch(batch_size)
+    if max_length is not None:
+        _require_positions(model, max_length, "max_length")
     limit = max_length or getattr(model.config, "max_position_embeddings", None) or 1 << 30
     rows: list[tuple[list[int], int]] = []  # token ids, how many at the end are scored
     for question in questions:

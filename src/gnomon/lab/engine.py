@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +138,16 @@ class Lab:
         self.claims.append(Claim(id, part, rule, grade))
 
     def figure(self, function: FigureFunction) -> None:
-        """Declare a figure: `f(records, done, path)` draws it; its docstring's first paragraph is the caption."""
+        """Declare a figure: `f(records, done, path)` draws it; its docstring's first paragraph is the caption.
+
+        Raises:
+            UsageError: if its name, which names its file, is not one of a module-level function or is taken.
+        """
+        name = function.__name__
+        if not name.isidentifier() or any(known.__name__ == name for known in self.figures):
+            raise UsageError(
+                f"Figure {name!r} needs a name of its own, since it becomes a file's: give a function by def."
+            )
         self.figures.append(function)
 
     def _encode(self, value: Any, inputs: dict[str, None], name: str) -> Any:
@@ -200,7 +210,14 @@ class Lab:
                 f"{self.folder} has no finished stage {stage.name}; the study has changed since."
             )
         self.store.root.mkdir(parents=True, exist_ok=True)
-        self.store.execute(stage, writes=self.ranks.first)
+        try:
+            self.store.execute(stage, writes=self.ranks.first)
+        except GnomonError:
+            raise
+        except (Exception, SystemExit) as error:  # one that ends the process must not look like success
+            raise GnomonError(
+                f"Stage {stage.name} {stage.shown} raised:\n{traceback.format_exc().rstrip()}"
+            ) from error
         self.ranks.wait()
         self._report(stage)
 

@@ -76,16 +76,16 @@ def draw(
         try:
             with plt.rc_context(style()):
                 figure(table, done, folder / f"{name}.svg")
-        except Exception as error:
+            svg = (folder / f"{name}.svg").read_text("utf-8")
+        except (Exception, SystemExit) as error:
             progress(f"figure {name} could not be drawn: {type(error).__name__}: {error}")
             continue
         finally:
             for number in set(plt.get_fignums()) - open_before:
                 plt.close(number)
-        svg = (folder / f"{name}.svg").read_text()
         for light, dark in DARK.items():
             svg = svg.replace(light, dark)
-        (folder / f"{name}.dark.svg").write_text(svg)
+        (folder / f"{name}.dark.svg").write_text(svg, "utf-8")
         caption = " ".join((inspect.getdoc(figure) or "").split("\n\n")[0].split())
         drawn.append({"name": name, "caption": caption})
     return drawn

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -47,7 +48,10 @@ class Worker:
 
     def start(self, stage: Stage) -> None:
         self.stage = stage
-        self.connection.send(stage.as_json())
+        with suppress(
+            ConnectionError
+        ):  # it died while idle, which the pool finds when it waits for an answer
+            self.connection.send(stage.as_json())
 
     def stop(self) -> None:
         self.connection.close()  # an idle worker ends at the closed pipe

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,9 @@ REPORTED = (
 )
 
 
-def code_hash(*others: Path | None) -> str:
-    """Hash of everything that can change a record: the package's sources and `others` (study file, rivals).
+def code_hash(*own: Path | None) -> str:
+    """Hash of everything that can change a record: the package's Python and kernel sources, the user's `own`
+    files (study, rivals) and the modules beside them that they import.
 
     Cards, results, templates and docs don't count.
     """
@@ -38,10 +41,39 @@ def code_hash(*others: Path | None) -> str:
     for path in sorted(sources):
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
-    for other in others:
-        if other is not None and PACKAGE not in other.resolve().parents:
-            digest.update(other.name.encode() + b"\0" + hashlib.sha256(other.read_bytes()).digest())
+    for file in own:
+        if file is not None and PACKAGE not in file.resolve().parents:
+            for path in own_sources(file):
+                name = "own" if path == file.resolve() else path.name
+                digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]
+
+
+def own_sources(study_file: Path) -> list[Path]:
+    """A study file and the modules beside it that it imports, at any depth; installed ones don't count."""
+    folder, todo, found = study_file.resolve().parent, [study_file.resolve()], set[Path]()
+    installed = (Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
+    if any(folder.is_relative_to(place) for place in installed):
+        return todo  # a rival out of a library: its neighbours are everything that is installed
+    while todo:
+        path = todo.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
+            names, start = list[str](), folder
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                start = path.parents[node.level - 1] if node.level else folder
+                names = [".".join(filter(None, (node.module, alias.name))) for alias in node.names]
+            for name in names:
+                parts = name.split(".")
+                for length in range(1, len(parts) + 1):
+                    base = start.joinpath(*parts[:length])
+                    candidates = (base.parent / f"{base.name}.py", base / "__init__.py")
+                    todo += [candidate for candidate in candidates if candidate.is_file()]
+    return sorted(found)
 
 
 def git(*arguments: str, folder: Path) -> str | None:

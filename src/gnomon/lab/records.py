@@ -88,7 +88,9 @@ def read_records(path: Path) -> list[Record]:
     if not path.exists():
         return []
     records = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):  # splitlines() would cut at U+2028
+        if not line:
+            continue
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError as error:

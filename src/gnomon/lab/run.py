@@ -137,7 +137,7 @@ def run(
         overrides["rivals"] = tuple(rivals)
     config = found.config.resolve(profile, overrides)
     settings, mapping = config.portable()
-    name = run_id(found.config.slug or found.name, profile, settings)
+    name = run_name(found, profile, settings)
     ranks = Ranks.from_environment()
     folder = ranks.agree(_attempt(Path(runs) / found.name, name, again=again))
     tell = progress or (lambda line: None)
@@ -170,6 +170,11 @@ def run(
             _conclude(lab, found, about, tell)
         ranks.wait()
     return load_result(folder)
+
+
+def run_name(found: Study, profile: str, settings: Mapping[str, Any]) -> str:
+    """The run's id. The copy of a study is another study: it must not be given the original's results."""
+    return run_id(found.file.name if found.file else found.name, profile, settings)
 
 
 def reopen(folder: Path) -> tuple[Lab, Study, dict[str, Any]]:
@@ -330,13 +335,9 @@ def _about(
     file = folder / "config.yaml"
     if file.exists():
         about = read_config(folder)
-        if not _same_code(about, current):
-            if not accept_changed_code:
-                raise GnomonError(
-                    f"The code changed since {folder} began (was {about['code']['hash']}, is {current}). "
-                    "Go back to that code, start afresh with --again, or pass --accept-changed-code, "
-                    "which the result will say."
-                )
+        if not accept_changed_code:
+            _require_same_code(about, current, folder)
+        elif not _same_code(about, current):
             about["code"]["accepted_changes"] = [*about["code"]["accepted_changes"], current]
             if write:
                 write_atomic(file, yaml.safe_dump(about, sort_keys=False))
@@ -358,6 +359,16 @@ def _about(
     if write:
         write_atomic(file, yaml.safe_dump(about, sort_keys=False))
     return about
+
+
+def _require_same_code(about: Mapping[str, Any], current: str, folder: Path) -> None:
+    """Refuse to go on with other code than a run began with."""
+    if not _same_code(about, current):
+        raise GnomonError(
+            f"The code changed since {folder} began (was {about['code']['hash']}, is {current}). "
+            "Go back to that code, start afresh with --again, or pass --accept-changed-code, "
+            "which the result will say."
+        )
 
 
 def _calls(

@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
             store.execute(Stage.from_json(request))
         except GnomonError as known:
             error = str(known)
-        except Exception:
+        except (Exception, SystemExit):
             error = traceback.format_exc()
         connection.send({"error": error})
 

@@ -11,7 +11,7 @@ import torch
 from family_models import FAMILIES, tiny_family
 from torch import nn
 
-from gnomon.core.errors import GnomonError, UsageError
+from gnomon.core.errors import GnomonError, NumericalFailure, UsageError
 from gnomon.core.layers import Sublayers, sublayers
 from gnomon.methods.interpret import tlcm
 from gnomon.methods.interpret.tlcm import capture
@@ -115,6 +115,22 @@ def test_bad_batches(ids: list[list[int]], mask: list[list[int]] | None, message
 def test_pad_token_may_be_text_if_the_mask_says_so() -> None:
     ids = torch.tensor([[5, 6, 0]])
     assert capture(tiny_family("llama"), ids, torch.ones_like(ids)).counted.sum() == 2
+
+
+def test_an_additive_mask_is_refused() -> None:
+    """Read as 1 and 0 it would count the padding and mask the text."""
+    mask = torch.ones_like(IDS).float()
+    mask[:, 0] = -1e9
+    with pytest.raises(UsageError, match="additive"):
+        capture(tiny_family("llama"), IDS, mask)
+
+
+def test_numbers_that_left_the_numbers_are_said_to_be_that() -> None:
+    model = tiny_family("llama")
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = torch.nan  # of the embedding: token 0 reads it
+    with pytest.raises(NumericalFailure, match="not finite"):
+        capture(model, torch.zeros_like(IDS), torch.ones_like(IDS))
 
 
 def test_residual_stream_with_a_norm_on_it_is_refused() -> None:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
-from gnomon.core.errors import GnomonError, UsageError
+from gnomon.core.errors import GnomonError, NumericalFailure, UsageError
 from gnomon.core.layers import DecoderStack, decoder_stack, hidden_of, sublayers
 from gnomon.core.modes import evaluation_mode
 
@@ -87,7 +87,9 @@ def capture(
         device: where the trace is kept (default: where each layer's output is).
 
     Raises:
-        UsageError: if no mask is given and the batch looks padded, or the mask has another shape.
+        UsageError: if no mask is given and the batch looks padded, or the mask has another shape or values
+            other than 0 and 1.
+        NumericalFailure: if a layer reads or writes NaN or infinity.
         GnomonError: if a layer's output is not its input plus the two recorded parts (a layout this code
             misreads, or a model that normalises the residual stream itself, such as OPT-350m).
     """
@@ -205,6 +207,11 @@ def _real_tokens(root: nn.Module, input_ids: Tensor, mask: Tensor | None) -> Ten
                 f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}. "
                 "They must be equal: 1 for tokens, 0 for padding."
             )
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise UsageError(
+                "attention_mask must hold 1 for tokens and 0 for padding. An additive mask (0 and large negative "
+                "numbers) would count padding as text and text as padding."
+            )
         return mask.bool()
     pad = getattr(getattr(root, "config", None), "pad_token_id", None)
     if pad is not None:
@@ -227,6 +234,11 @@ def _check_additive(trace: Trace, stack: DecoderStack, dtype: torch.dtype) -> No
         worst = torch.where(
             trace.position >= 0, error / scale.clamp_min(torch.finfo(scale.dtype).tiny), 0
         ).max()
+        if not bool(worst.isfinite()):
+            raise NumericalFailure(
+                f"Layer {index} ({type(layer).__name__}) reads or writes numbers that are not finite. Check the "
+                f"model's weights, or run it in float32 (now {dtype})."
+            )
         if not bool(worst <= tolerance):
             raise GnomonError(
                 f"Layer {index} ({type(layer).__name__}): input + attention + MLP misses its output by "
