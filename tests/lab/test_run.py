@@ -1,6 +1,8 @@
 """`gnomon.run` end to end on the toy study: resume, locks, refusals, report --check, accept, compare."""
 
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -237,6 +239,45 @@ def test_compare_marks_unequal_budgets(run):
     assert next(row for row in rows if row["method"] == "toy")["note"] == ""
     with pytest.raises(UsageError, match="at least two"):
         compare([run().dir])
+
+
+def test_compare_tells_runs_of_equal_settings_apart(run, tmp_path):
+    first = run()
+    other = tmp_path / "elsewhere"
+    shutil.copytree(first.dir, other)
+    result = json.loads((other / "result.json").read_text())
+    result["methods"][0]["metrics"][0]["mean"] = 77.0
+    (other / "result.json").write_text(json.dumps(result))
+    row = compare([first.dir, other])[0]
+    assert list(row)[:4] == ["method", "metric", "tags", "unit"]
+    numbers = [text for name, text in row.items() if name.startswith("cpu ")]
+    assert len(numbers) == 2 and sum(text.startswith("77") for text in numbers) == 1
+    with pytest.raises(UsageError, match="twice"):
+        compare([first.dir, first.dir])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("result.json", b'{"schema_version": 1}', "lacks"),
+        ("config.yaml", b"schema_version: 1\n", "lacks"),
+        ("config.yaml", b"\xff", "damaged"),
+    ],
+)
+def test_a_damaged_file_is_named(run, file, content, message):
+    folder = run().dir
+    (folder / file).write_bytes(content)
+    with pytest.raises(GnomonError, match=rf"{file}.*{message}"):
+        check(folder)
+
+
+def test_the_command_to_repeat_a_run_is_quoted_and_holds_no_path(run, tmp_path):
+    text = tmp_path / "it's here.txt"
+    text.write_text("words")
+    result = run(overrides={"data": str(text), "log": ""})
+    words = shlex.split(result.data["command"])
+    assert words[:2] == ["gnomon", "run"] and words[4].startswith("data=it's here.txt@sha256:")
+    assert str(tmp_path) not in result.data["command"]
 
 
 @pytest.mark.parametrize("instead", ["raise ValueError('no')", "raise SystemExit", "return"])

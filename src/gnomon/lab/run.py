@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -205,10 +206,13 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder} is not a run folder: it has no config.yaml. Runs lie under runs/<slug>/<id>."
         )
     try:
-        data = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
+        data = yaml.safe_load(file.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise GnomonError(f"{file} is damaged: {error}") from None
     check_version(data, file)
+    needed = {"study", "profile", "settings", "portable", "portable_settings", "run_id", "created", "code"}
+    if missing := sorted(needed - data.keys()):
+        raise GnomonError(f"{file} is damaged: it lacks {', '.join(missing)}. Start afresh with --again.")
     return dict(data)
 
 
@@ -377,15 +381,17 @@ def _calls(
     shown: dict[str, Any] = {}
     for field, value in overrides.items():
         plain = ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+        if plain not in mapping:  # several paths, perhaps
+            plain = ",".join(mapping.get(part.strip(), part) for part in plain.split(","))
         plain = mapping.get(plain, plain)
         if field == "model":
-            command.append(f"--model {plain}")
+            command.append(f"--model {shlex.quote(plain)}")
             call.append(f"model={plain!r}")
         elif field == "rivals":
             command += [f"--with {rival}" for rival in value]
             call.append(f"rivals={tuple(value)!r}")
         else:
-            command.append(f"-o {field}={plain}")
+            command.append(f"-o {shlex.quote(f'{field}={plain}')}")
             shown[field] = plain
     if shown:
         call.append(f"overrides={shown!r}")
