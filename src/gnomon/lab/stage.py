@@ -221,6 +221,8 @@ class StageStore:
             value = _as_json(self._call(stage, context), stage.name)
         except numerical_failures() as error:
             failed = str(error)
+            for path in (folder.resolve(), folder.absolute(), folder):  # results hold no path of this machine
+                failed = failed.replace(str(path), stage.key)
         if failed is not None:
             context.restore([])  # records of a diverged stage must not reach a verdict
         if (folder / "records.jsonl").exists():
