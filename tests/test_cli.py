@@ -214,6 +214,16 @@ def test_an_interrupted_run_says_how_to_go_on(double: Double, capsys: pytest.Cap
     double("gnomon.lab.run", "run", raises=KeyboardInterrupt())
     assert cli.main(["run", "tlcm", "-o", "note=two words"]) == 130
     assert "goes on from here: gnomon run tlcm -o 'note=two words'" in capsys.readouterr().err
+    assert cli.main(["run", "tlcm", "--again"]) == 130
+    assert capsys.readouterr().err.endswith("goes on from here: gnomon run tlcm\n")
+
+
+def test_what_the_system_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    toy = str(Path(__file__).parent / "lab" / "toy.py")
+    assert cli.main(["run", toy, "--runs", str(tmp_path / "file" / "runs")]) == 1
+    error = capsys.readouterr().err
+    assert "Error: [Errno" in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize("switch", ["--debug", "GNOMON_DEBUG"])

@@ -76,6 +76,8 @@ def compare(
     from gnomon.lab.compare import compare as run_compare
 
     rows = run_compare(list(runs))
+    if not rows:
+        raise GnomonError("None of these runs recorded anything.")
     if json:
         print(jsonlib.dumps(rows, indent=1))
         return
@@ -313,12 +315,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"Error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        say(f"Interrupted. The same command goes on from here: {shlex.join(['gnomon', *words])}")
+        rest = [word for word in words if word != "--again"]  # which would begin anew
+        say(f"Interrupted. This command goes on from here: {shlex.join(['gnomon', *rest])}")
         return 130
     except BrokenPipeError:  # `gnomon ls | head -1`: the reader has what it wanted
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # disk full, read-only folder, name too long: the system's own words say it
+        if debug:
+            traceback.print_exc()
+        else:
+            say(f"Error: {error}. (--debug shows where.)")
+        return 1
 
 
 def _dispatch(words: list[str]) -> None:

@@ -11,8 +11,11 @@ from gnomon.core.errors import UsageError
 
 
 def say(line: str) -> None:
-    """Print to standard error, so that standard output holds results only."""
-    print(line, file=sys.stderr, flush=True)
+    """Print to standard error, so that standard output holds results only.
+
+    Control characters are left out: a file's content that an error quotes must not steer the terminal.
+    """
+    print("".join(c for c in line if c.isprintable() or c in "\n\t"), file=sys.stderr, flush=True)
 
 
 def print_python(function: str, *args: Any, **kwargs: Any) -> None:

@@ -242,6 +242,13 @@ def test_budget_that_one_record_leaves_out_is_not_recorded():
     assert "loss of ours not recorded, loss of base 1" in judge(rule, ours, theirs).note
 
 
+def test_budgets_that_both_sides_state_in_part_do_not_count_as_equal():
+    ours = [record(value=e, seed=0, item=i, budget={"calls": 1} if i else {}) for i, e in enumerate(NOISE)]
+    theirs = [r | {"method": "base", "budget": {"calls": 900} if r["item"] else {}} for r in ours]
+    judged = judge(Paired(metric="loss", method="ours", to="base", equal=("calls",)), ours, theirs)
+    assert judged.verdict == "undecided" and "budgets differ: calls" in judged.note
+
+
 def test_independent_seeds_are_judged_by_welch():
     ours, theirs = [1.0, 1.1, 0.9, 1.05], [2.0, 2.4, 2.1]
     rows = [record("ours", value=v, seed=s) for s, v in enumerate(ours)]
@@ -641,8 +648,8 @@ def test_row_tlcm_4_needs_ten_pairs():
             Ratio(metric="time", method="a", to="b", number=19.7),
             "time of a is better than time of b by a median ratio above 19.7.",
         ),
-        (Tolerance(metric="drift", limit=1e-5), "Every drift lies within 1e-05 of 0."),
-        (Count(metric="items", equals=26529), "Every items equals 26,529."),
+        (Tolerance(metric="drift", limit=1e-5), "Every record of drift lies within 1e-05 of 0."),
+        (Count(metric="items", equals=26529), "Every record of items equals 26,529."),
         (FullScale("needs 8B models."), "Full scale only: needs 8B models."),
         (KofN(1, [HOLDS] * 6), "At least 1 of 6 (Holm-adjusted): (1) It is told. "),
         (

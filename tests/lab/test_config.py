@@ -57,6 +57,10 @@ def test_coerce(text, hint, value):
         (True, int),
         ("maybe", bool),
         ("1,x", tuple[int, ...]),
+        ("[1,", tuple[int, ...]),
+        ("nan", float),
+        ("-inf", float),
+        ("\udcff", str),  # a byte that is not UTF-8, as Python holds it
         (3, str),
     ],
 )
@@ -79,7 +83,9 @@ def test_profiles_then_overrides_win():
         ("cpu", {"ratee": "1"}, "'rate'"),
         ("cpu", {"kind": "fasst"}, "'fast'"),
         ("cpu", {"seeds": "0,0"}, "distinct"),
+        ("cpu", {"seeds": "4294967296"}, "below 2"),
         ("cpu", {"threads": "0"}, "at least 1"),
+        ("cpu", {"threads": "1000000"}, "at most 1024"),
         ("cpu", {"rivals": "mine=a:b"}, "no interchangeable competitors"),
     ],
 )

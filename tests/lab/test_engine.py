@@ -123,6 +123,13 @@ def test_a_worker_that_died_while_idle_is_an_error(make_lab):
             pool.run(list(lab.stages.values()), on_done=lambda stage: None)
 
 
+def test_the_outcome_of_a_failed_stage_names_no_folder_of_this_machine(make_lab, toy):
+    lab = make_lab()
+    handle = lab.stage(sys.modules[toy.config.__module__].misplaced)
+    lab.execute()
+    assert lab.store.done(handle.key)["failed"] == f"{handle.key}/loss.txt holds nan"
+
+
 @pytest.mark.parametrize("text", ["a\u2028b", "a\x85b", "a\x1cb", "a\nb", "\0"])
 def test_any_text_in_a_record_comes_back(tmp_path, text):
     context = StageContext(tmp_path, 0)

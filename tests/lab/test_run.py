@@ -1,6 +1,8 @@
 """`gnomon.run` end to end on the toy study: resume, locks, refusals, report --check, accept, compare."""
 
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -205,7 +207,12 @@ def test_accept_refuses_what_is_not_evidence(run, tmp_path, monkeypatch):
     folder = run(profile="full").dir
     config = yaml.safe_load((folder / "config.yaml").read_text())
     data = json.loads((folder / "result.json").read_text())
-    monkeypatch.setattr(accepting, "read_config", lambda folder: {**config, "study": "tlcm"})
+
+    def as_system(folder):
+        """The run's own config, as if a study of the package had made it."""
+        return {**config, "study": "tlcm", "code": load_result(folder).data["code"]}
+
+    monkeypatch.setattr(accepting, "read_config", as_system)
     monkeypatch.setattr(accepting, "check", lambda folder: [])
     head = subprocess.run(
         ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
@@ -236,6 +243,45 @@ def test_compare_marks_unequal_budgets(run):
     assert next(row for row in rows if row["method"] == "toy")["note"] == ""
     with pytest.raises(UsageError, match="at least two"):
         compare([run().dir])
+
+
+def test_compare_tells_runs_of_equal_settings_apart(run, tmp_path):
+    first = run()
+    other = tmp_path / "elsewhere"
+    shutil.copytree(first.dir, other)
+    result = json.loads((other / "result.json").read_text())
+    result["methods"][0]["metrics"][0]["mean"] = 77.0
+    (other / "result.json").write_text(json.dumps(result))
+    row = compare([first.dir, other])[0]
+    assert list(row)[:4] == ["method", "metric", "tags", "unit"]
+    numbers = [text for name, text in row.items() if name.startswith("cpu ")]
+    assert len(numbers) == 2 and sum(text.startswith("77") for text in numbers) == 1
+    with pytest.raises(UsageError, match="twice"):
+        compare([first.dir, first.dir])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("result.json", b'{"schema_version": 1}', "lacks"),
+        ("config.yaml", b"schema_version: 1\n", "lacks"),
+        ("config.yaml", b"\xff", "damaged"),
+    ],
+)
+def test_a_damaged_file_is_named(run, file, content, message):
+    folder = run().dir
+    (folder / file).write_bytes(content)
+    with pytest.raises(GnomonError, match=rf"{file}.*{message}"):
+        check(folder)
+
+
+def test_the_command_to_repeat_a_run_is_quoted_and_holds_no_path(run, tmp_path):
+    text = tmp_path / "it's here.txt"
+    text.write_text("words")
+    result = run(overrides={"data": str(text), "log": ""})
+    words = shlex.split(result.data["command"])
+    assert words[:2] == ["gnomon", "run"] and words[4].startswith("data=it's here.txt@sha256:")
+    assert str(tmp_path) not in result.data["command"]
 
 
 @pytest.mark.parametrize("instead", ["raise ValueError('no')", "raise SystemExit", "return"])
@@ -324,3 +370,23 @@ def test_a_rival_that_is_not_there_is_refused_before_work(tmp_path, rival, messa
     with pytest.raises(UsageError, match=message):
         gnomon.run(with_rivals(tmp_path), runs=tmp_path / "runs", rivals=(rival,))
     assert not (tmp_path / "runs").exists()
+
+
+def test_accept_notices_a_result_that_its_own_config_contradicts(run, tmp_path):
+    folder = run(profile="full").dir
+    data = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**data, "profile": "gpu", "settings": {}}))
+    with pytest.raises(GnomonError, match=r"config\.yaml disagree about profile, settings"):
+        accept(folder, into=tmp_path)
+
+
+def test_a_study_with_a_syntax_error_is_named_with_its_line(tmp_path):
+    (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
+    with pytest.raises(UsageError, match=r"broken\.py, line 2 can't be read as a study"):
+        gnomon.run(str(tmp_path / "broken.py"), runs=tmp_path / "runs")
+
+
+def test_a_report_is_not_made_while_the_run_is_written(run):
+    folder = run().dir
+    with FileLock(folder / ".lock"), pytest.raises(GnomonError, match="Another process is writing"):
+        remake(folder)

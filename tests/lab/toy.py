@@ -71,6 +71,10 @@ def crash(ctx) -> None:
     raise RuntimeError("a bug")
 
 
+def misplaced(ctx) -> None:
+    raise NumericalFailure(f"{ctx.dir / 'loss.txt'} holds nan")
+
+
 def exit(ctx) -> None:
     sys.exit(0)
 

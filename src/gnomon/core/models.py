@@ -99,7 +99,7 @@ def require(name: str) -> None:
         _embedded(name)
     elif name.startswith(TINY):
         tiny.parse(name)
-    elif (folder := Path(name).expanduser()).is_dir():
+    elif name and (folder := Path(name).expanduser()).is_dir():
         _check_folder(folder)
     elif not _HUB_ID.fullmatch(name):
         raise _unknown_model(name)

@@ -30,8 +30,12 @@ def accept(folder: Path, *, into: Path | None = None) -> Path:
     target = into or PACKAGE / "results"
     if not target.is_dir():
         raise GnomonError(f"{target} is not a folder.")
+    about = read_config(folder)
     code, reasons = result["code"], list[str]()
-    study = str(read_config(folder)["study"])
+    study = str(about["study"])
+    told = {"profile": "profile", "run_id": "run_id", "settings": "portable_settings", "code": "code"}
+    if differing := [name for name, source in told.items() if result[name] != about[source]]:
+        reasons.append(f"result.json and config.yaml disagree about {', '.join(differing)}")
     if study not in {system.slug for system in systems.SYSTEMS}:
         reasons.append(f"it was made by {Path(study).name}, not by a study of this package")
     if result["profile"] != "full":

@@ -191,9 +191,10 @@ def unequal_budgets(arms: Sequence[Arm], rows: Sequence[pd.DataFrame], fields: S
             costs = [{"mean": float(np.mean(list(cost.values())))} for cost in costs]
         for seed in costs[0]:
             here = [cost[seed] for cost in costs]
-            if not all(math.isclose(here[0], other, rel_tol=1e-9) for other in here) and not all(
-                math.isnan(cost) for cost in here
-            ):
+            unstated = all(math.isnan(cost) for cost in here) and not any(
+                _states(part, name) for part in rows
+            )
+            if not unstated and not all(math.isclose(here[0], other, rel_tol=1e-9) for other in here):
                 shown = [
                     f"{arm} {'not recorded' if math.isnan(cost) else f'{cost:g}'}"
                     for arm, cost in zip(arms, here, strict=True)
@@ -201,6 +202,11 @@ def unequal_budgets(arms: Sequence[Arm], rows: Sequence[pd.DataFrame], fields: S
                 found.append(f"{name} ({', '.join(dict.fromkeys(shown))})")
                 break
     return f"budgets differ: {'; '.join(found)}" if found else ""
+
+
+def _states(rows: pd.DataFrame, name: str) -> bool:
+    """Whether any record states this cost."""
+    return f"budget.{name}" in rows and bool(rows[f"budget.{name}"].notna().any())
 
 
 def _costs(rows: pd.DataFrame, name: str) -> dict[Any, float]:

@@ -12,7 +12,7 @@ from .figures import draw
 from .records import read_records
 from .report import write_report
 from .result import judge, load_result, summarise
-from .run import reopen
+from .run import reopen, writer
 
 
 def remake(folder: Path, progress: Progress = lambda line: None) -> Path:
@@ -22,9 +22,10 @@ def remake(folder: Path, progress: Progress = lambda line: None) -> Path:
     """
     result = load_result(folder).data
     lab, _, _ = reopen(folder)
-    result["figures"] = draw(lab.figures, lab.records(), lab.finished(), folder / "figures", progress)
-    write_atomic(folder / "result.json", dump_json(result))
-    return write_report(folder)
+    with writer(folder):
+        result["figures"] = draw(lab.figures, lab.records(), lab.finished(), folder / "figures", progress)
+        write_atomic(folder / "result.json", dump_json(result))
+        return write_report(folder)
 
 
 def check(folder: Path) -> list[str]:

@@ -98,7 +98,7 @@ class Tolerance(_EachRecord):
         return self._verdict(values, errors <= self.limit, float(values[worst]))
 
     def describe(self) -> str:
-        return f"Every {self._arm()} lies within {self.limit:g} of {self.around:g}."
+        return f"Every record of {self._arm()} lies within {self.limit:g} of {self.around:g}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class Count(_EachRecord):
 
     def describe(self) -> str:
         number = f"equals {self.equals:,g}" if self.minimum is None else f"is at least {self.minimum:,g}"
-        return f"Every {self._arm()} {number}."
+        return f"Every record of {self._arm()} {number}."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ def compare(folders: Sequence[Path]) -> list[dict[str, Any]]:
     A row whose runs had different budgets says so in `note`: such numbers don't compare methods.
 
     Raises:
-        UsageError: for fewer than two runs, or runs of different systems.
+        UsageError: for fewer than two runs, one run twice, or runs of different systems.
     """
     if len(folders) < 2:
         raise UsageError("compare needs at least two run folders.")
@@ -27,7 +27,7 @@ def compare(folders: Sequence[Path]) -> list[dict[str, Any]]:
         raise UsageError(
             f"These runs are of different systems ({', '.join(sorted(slugs))}) and don't compare."
         )
-    columns = [f"{result['profile']} {result['run_id']}" for result in results]
+    columns = _columns(results, folders)
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     budgets: dict[str, list[dict[str, Any]]] = {}
     for column, result in zip(columns, results, strict=True):
@@ -44,7 +44,22 @@ def compare(folders: Sequence[Path]) -> list[dict[str, Any]]:
     for row in rows.values():
         seen = budgets[row["method"]]
         row["note"] = "budgets differ" if any(budget != seen[0] for budget in seen[1:]) else ""
-    return [{**dict.fromkeys(columns, ""), **row} for row in rows.values()]
+    first = ("method", "metric", "tags", "unit")
+    return [
+        {**{name: row[name] for name in first}, **dict.fromkeys(columns, ""), **row} for row in rows.values()
+    ]
+
+
+def _columns(results: Sequence[dict[str, Any]], folders: Sequence[Path]) -> list[str]:
+    """A name per run: profile and id, and the folder where these are those of another run too."""
+    names = [f"{result['profile']} {result['run_id']}" for result in results]
+    told = [
+        f"{name} ({folder})" if names.count(name) > 1 else name
+        for name, folder in zip(names, folders, strict=True)
+    ]
+    if twice := {name for name in told if told.count(name) > 1}:
+        raise UsageError(f"compare was given the same run twice: {', '.join(sorted(twice))}.")
+    return told
 
 
 def _shown(metric: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from gnomon.core.files import canonical_json
 if TYPE_CHECKING:
     from .engine import Lab
 
+MAX_SEED = 2**32
+MOST_THREADS = 1024  # more has no use on any machine and exhausts the system's
 STANDARD_PROFILES = ("smoke", "cpu", "full", "gpu")
 
 
@@ -47,8 +50,10 @@ class StudyConfig:
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
             raise UsageError(f"seeds must be distinct non-negative integers, at least one; got {self.seeds}.")
-        if self.threads < 1:
-            raise UsageError(f"threads must be at least 1, got {self.threads}.")
+        if max(self.seeds) >= MAX_SEED:
+            raise UsageError(f"seeds must lie below 2**32 (NumPy's limit), got {max(self.seeds)}.")
+        if not 1 <= self.threads <= MOST_THREADS:
+            raise UsageError(f"threads must be at least 1 and at most {MOST_THREADS}, got {self.threads}.")
         if self.rivals and not self.rival_protocol:
             raise UsageError(
                 f"Study {self.slug!r} compares no interchangeable competitors, so --with has no use."
@@ -141,6 +146,15 @@ def _jsonable(value: Any) -> Any:
     return value
 
 
+def _is_utf8(text: str) -> bool:
+    """False for the bytes of another encoding that a command line or file name may hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def coerce(value: Any, hint: Any, name: str) -> Any:
     """Turn a `-o` string or a Python value into the type of field `name`.
 
@@ -169,11 +183,14 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
     if origin is tuple:
         if isinstance(value, str):
             text = value.strip()
-            parsed = (
-                yaml.safe_load(text)
-                if text.startswith(("[", "("))
-                else [p for p in text.split(",") if p.strip()]
-            )
+            try:
+                parsed = (
+                    yaml.safe_load(text)
+                    if text.startswith(("[", "("))
+                    else [p for p in text.split(",") if p.strip()]
+                )
+            except yaml.YAMLError:
+                raise wrong from None
             if isinstance(parsed, str):  # "(1, 2)" is a plain string in YAML
                 parsed = [p for p in parsed.strip("()").split(",") if p.strip()]
             value = [p.strip() if isinstance(p, str) else p for p in parsed]
@@ -198,7 +215,9 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
             raise wrong
         try:
             if hint is float:
-                return float(value)
+                if not math.isfinite(real := float(value)):  # no id or record can hold it
+                    raise wrong
+                return real
             number = float(value)  # accepts 1e4
             if number != int(number):
                 raise wrong
@@ -212,7 +231,7 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
     if hint is Path:
         return Path(value)
     if hint is str:
-        if not isinstance(value, str | Path):
+        if not isinstance(value, str | Path) or not _is_utf8(str(value)):
             raise wrong
         return str(value)
     return value

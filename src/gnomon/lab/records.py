@@ -65,6 +65,13 @@ def make_record(
             raise ValueError(
                 f"record {metric!r}: tag {name!r} must be a string, number or bool, got {type(tag)}."
             )
+        if isinstance(tag, float) and not math.isfinite(tag):
+            raise ValueError(f"record {metric!r}: tag {name!r} is {tag}; a coordinate must be finite.")
+    if not (item is None or isinstance(item, str | int)):
+        raise ValueError(f"record {metric!r}: item must be a string, an int or None, got {type(item)}.")
+    for name, cost in budget.items():
+        if isinstance(cost, str) or not math.isfinite(cost):
+            raise ValueError(f"record {metric!r}: budget {name!r} must be a finite number, got {cost!r}.")
     if strange := set(budget) - set(BUDGET_FIELDS):
         raise ValueError(
             f"record {metric!r}: unknown budget fields {sorted(strange)}; known: {BUDGET_FIELDS}."
@@ -111,8 +118,8 @@ def frame(records: Iterable[Record]) -> pd.DataFrame:
         row.update({f"budget.{key}": value for key, value in record["budget"].items()})
         rows.append(row)
     table = pd.DataFrame(rows, columns=None if rows else list(FIELDS))
-    if "item" in table:
-        table["item"] = table["item"].astype(object)
+    # Names, numbers and None side by side, which pandas would turn into text and NaN.
+    table["item"] = pd.Series([row["item"] for row in rows], dtype=object)
     return table
 
 

@@ -13,6 +13,7 @@ from gnomon.core.errors import GnomonError
 from gnomon.core.files import read_json
 
 from .records import BUDGET_FIELDS, Record, frame, read_records
+from .schema import check_result
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -73,6 +74,7 @@ def load_result(path: Path | str) -> Result:
         )
     data = read_json(file)
     check_version(data, file)
+    check_result(data, file)
     inside_run = file.name == "result.json" and (file.parent / "records.jsonl").exists()
     return Result(data, file.parent if inside_run else None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,7 +80,11 @@ def find_study(name: str) -> Study:
 
 
 def _study_class(reference: str) -> type[StudyConfig]:
-    module = load_study_module(reference)
+    try:
+        module = load_study_module(reference)
+    except (SyntaxError, TypeError, ValueError) as error:  # TypeError: a dataclass field without a default
+        where = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise UsageError(f"{reference}{where} can't be read as a study: {error}.") from error
     found = [
         value
         for value in vars(module).values()
@@ -139,7 +144,7 @@ def run(
     settings, mapping = config.portable()
     name = run_name(found, profile, settings)
     ranks = Ranks.from_environment()
-    folder = ranks.agree(_attempt(Path(runs) / found.name, name, again=again))
+    folder = ranks.agree(_attempt(Path(runs).absolute() / found.name, name, again=again))
     tell = progress or (lambda line: None)
     if _finished(folder):
         if not _same_code(read_config(folder), current_code(found, config)):
@@ -149,7 +154,7 @@ def run(
         load_rival(target)
     config.check()
 
-    with _writer(folder, ranks):
+    with writer(folder, ranks):
         about = _about(folder, found, profile, config, settings, accept_changed_code, write=ranks.first)
         lab = Lab(
             config,
@@ -205,10 +210,13 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder} is not a run folder: it has no config.yaml. Runs lie under runs/<slug>/<id>."
         )
     try:
-        data = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
+        data = yaml.safe_load(file.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise GnomonError(f"{file} is damaged: {error}") from None
     check_version(data, file)
+    needed = {"study", "profile", "settings", "portable", "portable_settings", "run_id", "created", "code"}
+    if missing := sorted(needed - data.keys()):
+        raise GnomonError(f"{file} is damaged: it lacks {', '.join(missing)}. Start afresh with --again.")
     return dict(data)
 
 
@@ -301,9 +309,9 @@ def _same_code(about: Mapping[str, Any], current: str) -> bool:
 
 
 @contextmanager
-def _writer(folder: Path, ranks: Ranks) -> Iterator[None]:
+def writer(folder: Path, ranks: Ranks | None = None) -> Iterator[None]:
     """Hold the run folder against a second writer."""
-    if not ranks.first:
+    if ranks is not None and not ranks.first:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -383,15 +391,17 @@ def _calls(
     shown: dict[str, Any] = {}
     for field, value in overrides.items():
         plain = ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+        if plain not in mapping:  # several paths, perhaps
+            plain = ",".join(mapping.get(part.strip(), part) for part in plain.split(","))
         plain = mapping.get(plain, plain)
         if field == "model":
-            command.append(f"--model {plain}")
+            command.append(f"--model {shlex.quote(plain)}")
             call.append(f"model={plain!r}")
         elif field == "rivals":
             command += [f"--with {rival}" for rival in value]
             call.append(f"rivals={tuple(value)!r}")
         else:
-            command.append(f"-o {field}={plain}")
+            command.append(f"-o {shlex.quote(f'{field}={plain}')}")
             shown[field] = plain
     if shown:
         call.append(f"overrides={shown!r}")

@@ -131,9 +131,10 @@ class StageContext:
     def record(self, **fields: Any) -> None:
         """Append one record (see :func:`gnomon.lab.records.make_record`); its seed defaults to the stage's."""
         record = make_record(**{"seed": self.seed, **fields})
+        line = _line(record)  # before anything is kept: what can't be written must not be counted
         self._records.append(record)
         if self.first:
-            append_line(self.dir / "records.jsonl", _line(record))
+            append_line(self.dir / "records.jsonl", line)
 
     def snapshot(self) -> list[Record]:
         """The records so far, for a training checkpoint."""
@@ -221,6 +222,8 @@ class StageStore:
             value = _as_json(self._call(stage, context), stage.name)
         except numerical_failures() as error:
             failed = str(error)
+            for path in (folder.resolve(), folder.absolute(), folder):  # results hold no path of this machine
+                failed = failed.replace(str(path), stage.key)
         if failed is not None:
             context.restore([])  # records of a diverged stage must not reach a verdict
         if (folder / "records.jsonl").exists():

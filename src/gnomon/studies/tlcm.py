@@ -129,6 +129,7 @@ class TLCMStudy(StudyConfig):
             "tokens",
             "length",
             "causal_tokens",
+            "steering_pairs",
             "steering_tokens",
             "vectors",
             "small_batch",
@@ -136,6 +137,10 @@ class TLCMStudy(StudyConfig):
         ):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.random_tokens < 0:
+            raise UsageError(
+                f"random_tokens must be 0 (no untrained twin) or more, got {self.random_tokens}."
+            )
         if not -1 <= self.threshold < 0:
             raise UsageError(
                 f"threshold must lie in [-1, 0), got {self.threshold}: a correction is a negative cosine."
