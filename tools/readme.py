@@ -1,4 +1,4 @@
-"""Write the table of systems into README.md, between its markers, from `gnomon/systems.py`.
+"""Write the table of systems into README.md, between its markers, from `gnomon/systems.py` and the accepted results.
 
 `python tools/readme.py` rewrites it (`make readme`); a test compares the two.
 """
@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 from gnomon.core.files import write_atomic
+from gnomon.lab.cards import accepted_result
 from gnomon.systems import SYSTEMS
 
 README = Path(__file__).parents[1] / "README.md"
 START = "<!-- systems: written by `make readme` from src/gnomon/systems.py -->"
+VERDICTS = {"holds": "hold", "fails": "fail", "undecided": "undecided"}
 END = "<!-- /systems -->"
 
 
@@ -24,8 +27,20 @@ def table() -> str:
         if system.status == "works":
             name = f"[{name}](src/{system.study.replace('.', '/')}.py)"
         paper = f"{_cell(system.title)} ({system.venue}, {_cell(system.paper)})"
-        lines.append(f"| {name} | {_cell(system.summary)} | {paper} | {system.status} |")
+        lines.append(
+            f"| {name} | {_cell(system.summary)} | {paper} | {system.status}{_verdicts(system.slug)} |"
+        )
     return "\n".join(lines)
+
+
+def _verdicts(slug: str) -> str:
+    """How the claims were judged in the accepted result, or nothing while there is none."""
+    result = accepted_result(slug)
+    if result is None:
+        return ""
+    counts = Counter(claim["verdict"] for claim in result["claims"])
+    told = [f"{counts[v]} {word}" for v, word in VERDICTS.items() if counts[v]]
+    return f"; claims: {', '.join(told)}"
 
 
 def _cell(text: str) -> str:
