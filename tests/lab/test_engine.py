@@ -280,35 +280,41 @@ lab.execute()
 """
 
 
-@pytest.mark.parametrize(("jobs", "stages"), [(1, 1), (1, 4), (2, 2)])
-def test_sigkill_and_the_same_command_again_give_equal_records(make_lab, tmp_path, jobs, stages):
+def start_held(folder, log, *, jobs, seed):
+    """The toy study in a process of its own, once its counter of `seed` hangs behind a checkpoint at step 4."""
+    command = [sys.executable, "-c", SCRIPT, str(TOY), str(folder), str(log), str(jobs)]
+    process = subprocess.Popen(command, env={**os.environ, "TOY_HOLD": str(seed)})
+    while not any(held(file, seed) for file in folder.glob("stages/*/checkpoint/state.json")):
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.02)
+    return process
+
+
+def held(file, seed):
+    records = json.loads(file.read_text())["records"]
+    return len(records) == 4 and records[0]["seed"] == seed
+
+
+@pytest.mark.parametrize(("jobs", "seed"), [(1, 0), (1, 2), (2, 1)])
+def test_sigkill_and_the_same_command_again_give_equal_records(make_lab, tmp_path, jobs, seed):
     log = tmp_path / "log"
     straight = make_lab("straight", steps=6, log=str(log))
     straight.execute()
     log.unlink()
-    command = [sys.executable, "-c", SCRIPT, str(TOY), str(tmp_path / "killed"), str(log), str(jobs)]
-    process = subprocess.Popen(command, env={**os.environ, "TOY_DELAY": "0.05"})
-    while len(log_lines(log)) < stages:
-        assert process.poll() is None, "it ended before it could be killed"
-        time.sleep(0.01)
-    time.sleep(0.12)  # into the middle of a counter
+    process = start_held(tmp_path / "killed", log, jobs=jobs, seed=seed)
     process.send_signal(signal.SIGKILL)
     process.wait()
     again = make_lab("killed", steps=6, log=str(log), jobs=jobs)
-    undone = [k for k in again.stages if again.store.done(k) is None]
-    assert undone, "nothing was left to do"
+    assert [k for k in again.stages if again.store.done(k) is None], "nothing was left to do"
     again.execute()
     assert comparable(again.records()) == comparable(straight.records())
+    assert f"resumed {seed} at 4" in log_lines(log), "the killed stage began anew"
     counters = [line for line in log_lines(log) if line.startswith("counter")]
     assert sorted(counters) == ["counter 0", "counter 1", "counter 2"], "a finished stage ran twice"
 
 
 def test_workers_die_with_their_parent(tmp_path):
-    command = [sys.executable, "-c", SCRIPT, str(TOY), str(tmp_path / "run"), str(tmp_path / "log"), "2"]
-    process = subprocess.Popen(command, env={**os.environ, "TOY_DELAY": "0.5"})
-    while not list((tmp_path / "run").glob("stages/*/records.jsonl")):
-        assert process.poll() is None
-        time.sleep(0.02)
+    process = start_held(tmp_path / "run", tmp_path / "log", jobs=2, seed=0)
     children = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     assert len(children) == 2
     process.kill()

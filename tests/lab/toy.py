@@ -29,7 +29,8 @@ def counter(ctx, *, seed: int, steps: int, log: str) -> float:
         if ctx.first:
             ctx.checkpoint.mkdir(exist_ok=True)
             write_atomic(file, dump_json(state))
-        time.sleep(float(os.environ.get("TOY_DELAY", "0")))
+        if step == 3 and os.environ.get("TOY_HOLD") == str(seed):
+            time.sleep(600)  # until the test kills this process
     note(log, f"counter {seed}")
     write_atomic(ctx.dir / "artefact.txt", repr(state["total"]))
     return state["total"]
