@@ -34,7 +34,8 @@ NOISE = (0.01, -0.02, 0.015, 0.0, -0.01)
 
 
 def record(method="ours", metric="loss", value=1.0, *, exclusive=False, better="lower", **more):
-    return make_record(method=method, metric=metric, value=value, better=better, **more) | {
+    known = {"budget": {"tokens": 10, "calls": 1}, **more}
+    return make_record(method=method, metric=metric, value=value, better=better, **known) | {
         "exclusive": exclusive
     }
 
@@ -213,7 +214,9 @@ def test_ambiguous_records_are_a_mistake_of_the_study():
         ({"tokens": 100}, {}, ("tokens",), "loss of base not recorded"),
         ({"trials": 3}, {"trials": 4}, ("tokens", "trials"), "budgets differ: trials"),
         ({"tokens": 100}, {"tokens": 200}, (), ""),
-        ({"calls": 1, "seconds": 1}, {"calls": 2, "seconds": 2}, ("tokens", "trials"), ""),
+        ({"calls": 1, "seconds": 1}, {"calls": 2, "seconds": 2}, (), ""),
+        ({"calls": 1}, {"calls": 1}, ("tokens", "trials"), "budgets not recorded: tokens, trials"),
+        ({}, {}, ("tokens",), "budgets not recorded: tokens"),
         ({"calls": 1}, {"calls": 2}, ("calls",), "budgets differ: calls"),
     ],
 )

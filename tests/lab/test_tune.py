@@ -31,6 +31,9 @@ class FakeLab:
         self.declared.append(arguments)
         return Handle(lambda: function(None, **arguments))
 
+    def compute(self, handles):
+        self.computed = len(list(handles))
+
 
 def train(ctx, *, seed, lr, wd=0.0, optimizer="sgd"):
     """Loss (lr - 3)**2 + wd, best at lr = 3; the seed's part cancels in the mean over seeds 10 and 11."""
@@ -49,7 +52,8 @@ GRID = {"lr": (1, 2.5, 4), "wd": (0.5, 0.0)}
 def test_best_mean_over_every_cell_and_seed():
     lab = FakeLab()
     tuned = tune(lab, train, grid=GRID, seeds=(10, 11), score="loss", optimizer="muon")
-    assert tuned == Tuned({"lr": 2.5, "wd": 0.0}, 12, pytest.approx(0.25))
+    assert tuned == Tuned({"lr": 2.5, "wd": 0.0}, 12, pytest.approx(0.25), at_edge=("wd",))
+    assert lab.computed == 12, "cells are run together, so that --jobs helps"
     assert lab.declared == [
         {"seed": seed, "optimizer": "muon", "lr": lr, "wd": wd}
         for lr, wd in itertools.product(*GRID.values())

@@ -183,7 +183,12 @@ def _ordered(units: Any) -> list[Any]:
 
 
 def unequal_budgets(arms: Sequence[Arm], rows: Sequence[pd.DataFrame], fields: Sequence[str]) -> str:
-    """What differs between the arms' budgets, "" if nothing does; compared per seed where seeds agree."""
+    """What differs between the arms' budgets, "" if nothing does; compared per seed where seeds agree.
+
+    Of several fields some may be recorded nowhere (trials where nothing was tuned), but not all.
+    """
+    if fields and not any(_states(part, name) for part in rows for name in fields):
+        return f"budgets not recorded: {', '.join(fields)}"
     found = []
     for name in fields:
         costs = [_costs(part, name) for part in rows]

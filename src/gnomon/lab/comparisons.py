@@ -53,7 +53,7 @@ class Comparison(Rule):
     pool: tuple[str, ...] = ()
     """Tags over which records of one unit are averaged."""
     equal: tuple[str, ...] = ("tokens", "trials")
-    """Budget fields that must be equal for two methods or two choices of tags."""
+    """Budget fields that must be equal, and not all unrecorded, for two methods or two choices of tags."""
     at_least: int | None = None
     """Fewest units for a verdict; None: 3 seeds or 6 items."""
 
@@ -250,6 +250,7 @@ class Ratio(Comparison):
     part: Literal["direction", "number"] = "number"
     at_most: bool = False
     over: Over = "item"
+    equal: tuple[str, ...] = ()  # a timing compares the same work
 
     def __post_init__(self) -> None:
         super().__post_init__()

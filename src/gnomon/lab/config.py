@@ -69,7 +69,14 @@ class StudyConfig:
         return dict(rival.split("=", 1) for rival in self.rivals)
 
     def check(self) -> None:
-        """Refuse what can't work (model missing, data too short) before any expensive work."""
+        """Refuse what can't work (model missing, data too short) before any expensive work.
+
+        The base requires the setting `model`, if there is one; a study adds its own and calls `super().check()`.
+        """
+        if model := getattr(self, "model", None):
+            from gnomon.core.models import require
+
+            require(model)
 
     @property
     def models(self) -> tuple[str, ...]:

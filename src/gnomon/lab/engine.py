@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -185,9 +185,23 @@ class Lab:
             self.force(needed)
         self._run_one(self.stages[key])
 
+    def compute(self, handles: Iterable[Handle]) -> None:
+        """Run these stages and what they need now, in `jobs` processes: forcing many at once (tuning)."""
+        wanted: set[str] = set()
+        waiting = [handle.key for handle in handles]
+        while waiting:
+            key = waiting.pop()
+            if key not in wanted:
+                wanted.add(key)
+                waiting += self.stages[key].inputs
+        self._run_all([stage for stage in self.stages.values() if stage.key in wanted])
+
     def execute(self) -> None:
         """Run every declared stage that is not done: in declaration order, or in `jobs` worker processes."""
-        todo = [stage for stage in self.stages.values() if self.store.done(stage.key) is None]
+        self._run_all(list(self.stages.values()))
+
+    def _run_all(self, stages: list[Stage]) -> None:
+        todo = [stage for stage in stages if self.store.done(stage.key) is None]
         if not self._execute and todo:
             names = ", ".join(sorted({stage.name for stage in todo}))
             raise GnomonError(
@@ -199,7 +213,7 @@ class Lab:
             with WorkerPool(self._reference, self.store, self.jobs) as pool:
                 pool.run(todo, on_done=self._report)
         else:
-            for stage in self.stages.values():
+            for stage in stages:
                 self._run_one(stage)
 
     def _run_one(self, stage: Stage) -> None:

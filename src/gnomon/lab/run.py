@@ -152,6 +152,7 @@ def run(
         return load_result(folder)
     for target in config.rival_targets.values():
         load_rival(target)
+    found.texts()  # a damaged card is found now, not after the stages
     config.check()
 
     with writer(folder, ranks):

@@ -30,11 +30,13 @@ class Tuned:
         settings: the best cell of the grid, by argument name.
         trials: runs that were spent, cells times seeds; belongs into the budget of every later record.
         score: the best cell's mean over the tuning seeds.
+        at_edge: names of numbers whose best value is the grid's smallest or largest: widen these.
     """
 
     settings: dict[str, Any]
     trials: int
     score: float
+    at_edge: tuple[str, ...] = ()
 
 
 def tune(
@@ -67,6 +69,7 @@ def tune(
     _check(lab.seeds, grid, seeds, better, fixed)
     cells = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     handles = [[lab.stage(stage, seed=seed, **fixed, **cell) for seed in seeds] for cell in cells]
+    lab.compute(itertools.chain.from_iterable(handles))
     best, best_score = None, math.inf
     sign = 1 if better == "lower" else -1
     for cell, runs in zip(cells, handles, strict=True):
@@ -79,7 +82,14 @@ def tune(
             f"Tuning {stage.__name__}: none of {len(cells)} settings of {', '.join(grid)} has a finite score on "
             f"seeds {list(seeds)}. Move the grid to where training is stable."
         )
-    return Tuned(best, trials, sign * best_score)
+    edges = tuple(name for name, values in grid.items() if _at_edge(best[name], values))
+    return Tuned(best, trials, sign * best_score, edges)
+
+
+def _at_edge(value: Any, values: Sequence[Any]) -> bool:
+    """Whether the best of several numbers is the smallest or largest, so that a better one may lie beyond."""
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    return len(numbers) == len(values) > 1 and value in (min(numbers), max(numbers))
 
 
 def _score(handle: Any, score: Callable[[Any], float] | str) -> float:

@@ -158,7 +158,7 @@ class TLCMStudy(StudyConfig):
         from gnomon.core.data import corpus
         from gnomon.core.models import require
 
-        require(self.model)
+        super().check()
         require(self.small)
         for data in (self.data, self.small_data):
             corpus(data)
