@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 
@@ -39,6 +40,18 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with written_folder(final, force=True) as folder:
         (folder / "other").write_text("x")
     assert [p.name for p in final.iterdir()] == ["other"]
+
+
+def test_files_and_folders_have_the_usual_modes(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_atomic(tmp_path / "a", "x")
+        with written_folder(tmp_path / "d"):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "d").stat().st_mode & 0o777 == 0o750
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

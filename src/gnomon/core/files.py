@@ -49,6 +49,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, 0o666 & ~_umask())  # mkstemp's 0600 would hide results from others
             _write(file, raw)
             _fsync(file.fileno())
         _replace(temporary, path)
@@ -62,6 +63,13 @@ def append_line(path: Path, line: str) -> None:
     """Append to a log whose owner is complete only when another file says so (no fsync per line)."""
     with path.open("ab") as file:
         _write(file, line.encode())
+
+
+def _umask() -> int:
+    """The process's file mode mask; the system tells it only by setting one."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def dump_json(value: Any) -> str:
@@ -99,7 +107,7 @@ def written_folder(final: Path, *, force: bool = False) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.", suffix=".tmp"))
     try:
         yield temporary
-        temporary.chmod(0o755)
+        temporary.chmod(0o777 & ~_umask())
         if final.exists():
             shutil.rmtree(final)
         _replace(temporary, final)

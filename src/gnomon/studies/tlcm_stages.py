@@ -223,8 +223,8 @@ def jacobians(
             ),
         ):
             ctx.record(metric=metric, value=value, **shared)
-        for rank, eigenvalue in enumerate(every.eigenvalues[:TOP].tolist()):
-            ctx.record(metric="top eigenvalue", value=eigenvalue, tags={"rank": rank, "pair": pair}, **shared)
+        for eigenvalue in every.eigenvalues[:TOP].tolist():
+            ctx.record(metric="top eigenvalue", value=eigenvalue, **shared)
         spectra.append(every.eigenvalues.sort().values.cpu().numpy())
     np.savez(ctx.dir / "spectra.npz", spectra=np.array(spectra))
 
