@@ -193,6 +193,15 @@ def test_a_changed_records_file_is_noticed(make_lab):
         lab.records()
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"function": "counter"}'])
+def test_a_damaged_done_file_is_named(make_lab, content):
+    make_lab("a").execute()
+    again = make_lab("a")
+    (again.store.folder(next(iter(again.stages))) / "done.json").write_text(content)
+    with pytest.raises(GnomonError, match=r"done\.json is (damaged|not valid JSON)"):
+        again.execute()
+
+
 def test_stages_are_seeded_and_leave_global_state_alone(tmp_path):
     import numpy as np
     import torch

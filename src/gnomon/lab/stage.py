@@ -38,6 +38,7 @@ from gnomon.core.seeding import seeded
 from .records import Record, make_record
 
 StageFunction = Callable[..., Any]
+DONE_FIELDS = {"function", "key", "args", "value", "failed", "seconds", "records"}
 LOCK_SECONDS = 60.0  # how long a killed run's worker may take to die before its stage is given up
 
 
@@ -168,7 +169,12 @@ class StageStore:
             path = self.folder(key) / "done.json"
             if not path.exists():
                 return None
-            self._done[key] = read_json(path)
+            data = read_json(path)
+            if not isinstance(data, dict) or not data.keys() >= DONE_FIELDS:
+                raise GnomonError(
+                    f"{path} is damaged. Remove the folder {path.parent} and give the command again."
+                )
+            self._done[key] = data
         return self._done[key]
 
     def result(self, key: str) -> Done:
