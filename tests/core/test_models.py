@@ -202,6 +202,7 @@ def test_gnomon_types_import_the_plugin_first(saved: Path, monkeypatch: pytest.M
         ("tiny_llama-10k", "Did you mean 'tiny:llama-10k'"),
         ("gpt2", "a hub id has the form owner/name"),
         ("", "Unknown model ''"),
+        ("~no-such-user/x", "There is no folder"),
         ("./nowhere", "There is no folder ./nowhere"),
         ("/no/where", "There is no folder /no/where"),
         ("some/where/else", "There is no folder"),

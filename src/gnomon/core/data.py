@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from . import texts
 from .errors import GnomonError, UsageError, unknown
-from .refs import GENERATED, RECIPES
+from .refs import GENERATED, RECIPES, as_path
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def corpus(recipe: str) -> Corpus:
         UsageError: unknown recipe, missing file, a number of documents out of range.
         GnomonError: a file that is not UTF-8, a .jsonl line without `text`, no text at all.
     """
-    path, name = Path(recipe).expanduser(), recipe
+    path, name = as_path(recipe), recipe
     if recipe in texts.BUILT_IN:
         found = texts.BUILT_IN[recipe]()
     elif recipe.startswith(GENERATED):

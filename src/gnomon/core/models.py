@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from . import smollm2, tiny
 from .errors import GnomonError, UsageError, nearest, unknown
 from .files import read_json
-from .refs import EMBEDDED, TINY
+from .refs import EMBEDDED, TINY, as_path
 
 DTYPES = {
     "float32": torch.float32,
@@ -76,7 +76,7 @@ def load(
         name = TINY + "-".join(tiny.parse(name))
         with _explained(name, local=True):
             model, tokenizer = tiny.build(name, attn=attn).to(kind), tiny.byte_tokenizer()
-    elif name and (local := Path(name).expanduser()).is_dir():  # Path("") would be the current folder
+    elif name and (local := as_path(name)).is_dir():  # Path("") would be the current folder
         _check_folder(local)
         name = local.resolve().name
         model, tokenizer = _pretrained(str(local), kind, attn, local=True)
@@ -99,7 +99,7 @@ def require(name: str) -> None:
         _embedded(name)
     elif name.startswith(TINY):
         tiny.parse(name)
-    elif name and (folder := Path(name).expanduser()).is_dir():
+    elif name and (folder := as_path(name)).is_dir():
         _check_folder(folder)
     elif not _HUB_ID.fullmatch(name):
         raise _unknown_model(name)
@@ -140,7 +140,7 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
 
 
 def _unknown_model(name: str) -> UsageError:
-    path = Path(name).expanduser()
+    path = as_path(name)
     if path.is_file():
         return UsageError(f"{name} is a file. A model is a folder with config.json and *.safetensors.")
     if name.startswith((".", "~", "/")) or name.count("/") > 1:

@@ -27,6 +27,14 @@ def is_name(value: str) -> bool:
     return value in EMBEDDED or value in RECIPES or value.startswith((TINY, GENERATED))
 
 
+def as_path(value: str) -> Path:
+    """`value` as a path, with `~` expanded where there is such a user."""
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        return Path(value)
+
+
 def portable(value: str) -> str:
     """The form of a model or data reference that is equal on every machine.
 
@@ -37,10 +45,10 @@ def portable(value: str) -> str:
     if not value or is_name(value):
         return value
     try:
-        path = Path(value).expanduser()
+        path = as_path(value)
         if not path.exists():
             return value
-    except (OSError, ValueError, RuntimeError):  # no file could have this name (too long, NUL, no such ~user)
+    except (OSError, ValueError):  # no file could have this name (too long, NUL)
         return value
     resolved = path.resolve()
     return f"{resolved.name}@sha256:{content_hash(resolved)[:16]}"
