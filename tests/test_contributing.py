@@ -8,13 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILE = re.compile(r"^`([\w/.]+)`[^\n]*\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^`([\w/.]+)`[^\n]*\n(?:[^\n]+\n)*\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +33,13 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     systems = tree / "src/gnomon/systems.py"
     text = systems.read_text()
     assert text.count("\n)\n") == 1  # the end of the table
-    systems.write_text(text.replace("\n)\n", f"\n{textwrap.indent(row.rstrip(), '    ')},\n)\n"))
+    systems.write_text(text.replace("\n)\n", f"\n{row})\n"))
     return tree
+
+
+def python_files() -> list[str]:
+    names = [name for name, _ in FILE.findall((ROOT / "CONTRIBUTING.md").read_text())]
+    return [name for name in names if name.endswith(".py")]
 
 
 def in_tree(tree: Path, *words: str) -> str:
@@ -53,14 +57,10 @@ def test_it_runs_reports_and_is_listed(tree: Path) -> None:
     in_tree(tree, "gnomon", "report", str(run), "--check")
     result = json.loads((run / "result.json").read_text())
     [claim] = result["claims"]
-    assert claim["verdict"] in (
-        "holds",
-        "fails",
-    )  # five seeds and equal budgets: nothing keeps it from a verdict
-    assert {method["name"]: method["budget"]["trials"] for method in result["methods"]} == {
-        "normsgd": 6,
-        "sgd": 6,
-    }
+    # Five seeds and equal budgets: nothing keeps it from a verdict.
+    assert claim["verdict"] in ("holds", "fails")
+    trials = {method["name"]: method["budget"]["trials"] for method in result["methods"]}
+    assert trials == {"normsgd": 6, "sgd": 6}
     assert "Steps of fixed length" in (run / "report.html").read_text()
     assert "normsgd\toptim\tworks" in in_tree(tree, "gnomon", "ls")
     assert "Normalised gradient descent" in in_tree(tree, "gnomon", "show", "normsgd")
@@ -78,8 +78,16 @@ def test_its_test_passes_and_sees_a_flipped_sign(tree: Path) -> None:
 
 
 def test_it_keeps_the_house_rules(tree: Path) -> None:
-    python = [
-        name for name, _ in FILE.findall((ROOT / "CONTRIBUTING.md").read_text()) if name.endswith(".py")
-    ]
-    in_tree(tree, "ruff", "check", *python)
-    in_tree(tree, "ruff", "format", "--check", *python)
+    in_tree(tree, "ruff", "check", *python_files())
+    in_tree(tree, "ruff", "format", "--check", *python_files())
+
+
+def test_its_card_keeps_the_rules_of_cards(tree: Path) -> None:
+    shutil.copy(ROOT / "tests/lab/test_cards.py", tree)
+    words = ("pytest", "test_cards.py", "-v", "-k", "shipped", "-p", "no:cacheprovider", "-o", "addopts=")
+    assert "[normsgd] PASSED" in in_tree(tree, *words)
+
+
+@pytest.mark.slow
+def test_its_types_are_strict(tree: Path) -> None:
+    in_tree(tree, "mypy", "--strict", *(name for name in python_files() if name.startswith("src")))

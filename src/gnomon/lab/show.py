@@ -105,7 +105,7 @@ def _card(card: Card) -> list[RenderableType]:
 def _use(system: System) -> list[RenderableType]:
     lines: list[RenderableType] = [_head("Run")]
     if system.study:
-        lines.append(Text(f"  gnomon run {system.slug}                  a preview of about five minutes"))
+        lines.append(Text(f"  gnomon run {system.slug}                  a preview (profile cpu)"))
         lines.append(Text(f"  gnomon run {system.slug} --profile full   the whole comparison"))
     lines += [Text(f"  gnomon apply {name} --model M --out D") for name in system.apply]
     return lines
