@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from gnomon import cli
+from gnomon.core.refs import RECIPES
+from gnomon.core.tiny import SIZES
+from gnomon.core.train import SCHEDULES, TrainConfig
 from gnomon.lab.records import BUDGET_FIELDS, FIELDS
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +38,8 @@ def commands(block: str) -> list[list[str]]:
 
 
 def expanded(word: str) -> list[str]:
+    if word == "RUN":  # on the pages: the run folder that `gnomon run` printed
+        return [str(max(Path("runs").glob("*/*"), key=lambda path: path.stat().st_mtime))]
     return (sorted(str(path) for path in Path().glob(word)) if "*" in word else []) or [word]
 
 
@@ -74,7 +80,13 @@ def test_commands_are_read_as_a_shell_reads_them(tmp_path: Path, monkeypatch: py
 def test_the_results_page_names_every_field() -> None:
     schema = json.loads((ROOT / "src/gnomon/lab/result.schema.json").read_text())
     claim, metric = schema["$defs"]["claim"], schema["$defs"]["metric"]
-    fields = {*schema["properties"], *claim["properties"], *metric["properties"]}
-    fields |= {*claim["properties"]["parts"]["items"]["properties"], *FIELDS, *BUDGET_FIELDS}
+    names = {*schema["properties"], *claim["properties"], *metric["properties"]}
+    names |= {*claim["properties"]["parts"]["items"]["properties"], *FIELDS, *BUDGET_FIELDS}
     page = (ROOT / "docs/results-format.md").read_text()
-    assert {field for field in fields if f"`{field}`" not in page} == set()
+    assert {name for name in names if f"`{name}`" not in page} == set()
+
+
+def test_the_study_page_names_every_recipe_size_and_training_setting() -> None:
+    page = (ROOT / "docs/writing-a-study.md").read_text()
+    named = {*RECIPES, *SIZES, *SCHEDULES, *(field.name for field in fields(TrainConfig))}
+    assert {name for name in named if f"`{name}`" not in page} == set()
