@@ -390,3 +390,26 @@ def test_a_report_is_not_made_while_the_run_is_written(run):
     folder = run().dir
     with FileLock(folder / ".lock"), pytest.raises(GnomonError, match="Another process is writing"):
         remake(folder)
+
+
+@pytest.mark.parametrize(
+    ("claims", "message"),
+    [
+        ('lab.claim("tlcm.9", rule=rule, grade="T")', r"'tlcm\.9'.*Did you mean"),
+        ('lab.claim("tlcm.1", rule=rule, grade="T")', r"'tlcm\.1'.*'tlcm\.1 a'"),  # the row has parts
+        (
+            'lab.claim("tlcm.2", rule=rule, grade="T")',
+            r"no rule for what its card claims: tlcm\.1 a, tlcm\.1 b",
+        ),
+    ],
+)
+def test_a_study_judges_what_its_card_claims_and_nothing_else(tmp_path, claims, message):
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\nfrom typing import ClassVar\n"
+        "from gnomon.lab import StudyConfig\nfrom gnomon.lab.claims import FullScale\n\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Mine(StudyConfig):\n"
+        "    slug: ClassVar[str] = 'tlcm'\n\n"
+        f"    def run(self, lab):\n        rule = FullScale('no')\n        {claims}\n"
+    )
+    with pytest.raises(GnomonError, match=message):
+        gnomon.run(str(tmp_path / "mine.py"), runs=tmp_path / "runs")

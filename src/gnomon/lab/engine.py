@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gnomon.core.errors import GnomonError, UsageError
+from gnomon.core.errors import GnomonError, UsageError, unknown
 
 from .config import StudyConfig
 from .pool import WorkerPool
@@ -68,6 +68,7 @@ class Lab:
         folder: the run folder.
         portable: real string -> portable form of settings that name files (see `StudyConfig.portable`).
         reference: module name or file path the workers import the study from.
+        card: ids and parts of claims that the card has; empty: any.
         execute: False while a report is re-made: then nothing runs and missing stages are an error.
     """
 
@@ -79,6 +80,7 @@ class Lab:
         reference: str,
         portable: dict[str, str] | None = None,
         jobs: int = 1,
+        card: Collection[tuple[str, str | None]] = (),
         execute: bool = True,
         ranks: Ranks | None = None,
         progress: Progress = lambda line: None,
@@ -94,6 +96,7 @@ class Lab:
         self.figures: list[FigureFunction] = []
         self._portable = portable or {}
         self._reference = reference
+        self._card = card
         self._execute = execute
         self._progress = progress
 
@@ -135,6 +138,9 @@ class Lab:
         """Declare how one part of a row of claims is judged; `part` is its letter, None for a row without."""
         if any((claim.id, claim.part) == (id, part) for claim in self.claims):
             raise UsageError(f"Claim {id} part {part} is declared twice.")
+        if self._card and (id, part) not in self._card:
+            known = [" ".join(filter(None, row)) for row in self._card]
+            raise unknown("claim (the card's rows and parts count):", f"{id} {part or ''}".strip(), known)
         self.claims.append(Claim(id, part, rule, grade))
 
     def figure(self, function: FigureFunction) -> None:

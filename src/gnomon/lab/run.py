@@ -162,6 +162,7 @@ def run(
             folder,
             reference=found.reference,
             portable=mapping,
+            card=claim_keys(found.texts()),
             jobs=jobs,
             ranks=ranks,
             progress=tell if ranks.first else (lambda line: None),
@@ -262,22 +263,18 @@ def _conclude(lab: Lab, found: Study, about: dict[str, Any], progress: Progress)
     write_report(folder)
 
 
-def _check_claims(found: Study, lab: Lab) -> None:
-    """Every row and part of the card is judged, and nothing else."""
-    texts = found.texts()
-    if not texts:
-        return
-    ids = {id for id, _ in texts}
+def claim_keys(texts: Mapping[tuple[str, str | None], str]) -> set[tuple[str, str | None]]:
+    """What a study must judge: each part of a row that has parts, the row itself where it has none."""
     split = {id for id, part in texts if part is not None}
-    wanted = {(id, part) for id, part in texts if (part is not None) == (id in split)}
-    made = {(claim.id, claim.part) for claim in lab.claims}
-    if wanted != made:
-        missing = sorted(f"{i} {p or ''}".strip() for i, p in wanted - made)
-        strange = sorted(f"{i} {p or ''}".strip() for i, p in made - wanted)
-        raise GnomonError(
-            f"Study {found.name} and its card disagree about claims: without a rule: {missing or 'none'}; "
-            f"not on the card: {strange or 'none'} (card: {sorted(ids)})."
-        )
+    return {(id, part) for id, part in texts if (part is not None) == (id in split)}
+
+
+def _check_claims(found: Study, lab: Lab) -> None:
+    """Every row and part of the card is judged; that nothing else is, `Lab.claim` has seen to."""
+    unjudged = claim_keys(found.texts()) - {(claim.id, claim.part) for claim in lab.claims}
+    if unjudged:
+        rows = sorted(" ".join(filter(None, row)) for row in unjudged)
+        raise GnomonError(f"Study {found.name} has no rule for what its card claims: {', '.join(rows)}.")
 
 
 def _attempt(base: Path, name: str, *, again: bool) -> Path:

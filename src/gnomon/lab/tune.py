@@ -2,10 +2,11 @@
 
     tuned = tune(lab, train, grid={"lr": (1e-3, 3e-3, 1e-2)}, seeds=(100, 101), score="val_loss", optimizer="muon")
     for seed in lab.seeds:
-        lab.stage(train, seed=seed, optimizer="muon", trials=tuned.trials, **tuned.settings)
+        trained = lab.stage(train, seed=seed, optimizer="muon", **tuned.settings)
+        lab.stage(measure, of=trained, trials=tuned.trials)
 
-The stage writes `trials` into the budget of its records; a comparing rule then refuses methods that were
-tuned with unequal effort.
+The tuned stage returns its score and records nothing, or its tuning seeds would be judged too; the stage that
+records writes `trials` into the budget, and a comparing rule then refuses methods tuned with unequal effort.
 """
 
 from __future__ import annotations
