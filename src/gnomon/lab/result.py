@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from .engine import Claim
     from .rule import Judgement
 
-SCHEMA_VERSION = 1
-
 
 @dataclass(frozen=True)
 class Result:
@@ -73,24 +71,9 @@ def load_result(path: Path | str) -> Result:
             f"{path} holds no result.json: the run has not finished, or this is not a run folder."
         )
     data = read_json(file)
-    check_version(data, file)
     check_result(data, file)
     inside_run = file.name == "result.json" and (file.parent / "records.jsonl").exists()
     return Result(data, file.parent if inside_run else None)
-
-
-def check_version(data: Any, file: Path) -> None:
-    """Refuse a file of another format version.
-
-    Raises:
-        GnomonError: naming both versions and the way out.
-    """
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if version != SCHEMA_VERSION:
-        raise GnomonError(
-            f"{file} has schema_version {version}, this Gnomon reads {SCHEMA_VERSION}. "
-            "Make the run again with --again, or read it with the Gnomon that wrote it."
-        )
 
 
 def judge(

@@ -24,8 +24,9 @@ from .figures import draw
 from .provenance import code_hash, commit_state, environment
 from .ranks import Ranks
 from .report import write_report
-from .result import SCHEMA_VERSION, Result, check_version, judge, load_result, summarise
+from .result import Result, judge, load_result, summarise
 from .rivals import load_rival, source_file
+from .schema import SCHEMA_VERSION, check_version
 from .stage import load_study_module
 
 
