@@ -46,7 +46,7 @@ class Handle:
     @property
     def done(self) -> Done:
         """The finished stage with its folder; forces it to run."""
-        self._lab.force(self.key)
+        self._lab.compute([self])
         return self._lab.store.result(self.key)
 
 
@@ -185,14 +185,8 @@ class Lab:
 
     # --- running ------------------------------------------------------------------------------------
 
-    def force(self, key: str) -> None:
-        """Run one stage and what it needs, in this process."""
-        for needed in self.stages[key].inputs:
-            self.force(needed)
-        self._run_one(self.stages[key])
-
     def compute(self, handles: Iterable[Handle]) -> None:
-        """Run these stages and what they need now, in `jobs` processes: forcing many at once (tuning)."""
+        """Run these stages and what they need now, in `jobs` processes if there are several."""
         wanted: set[str] = set()
         waiting = [handle.key for handle in handles]
         while waiting:
@@ -225,10 +219,6 @@ class Lab:
     def _run_one(self, stage: Stage) -> None:
         if not self.ranks.agree(self.store.done(stage.key) is None):
             return
-        if not self._execute:
-            raise GnomonError(
-                f"{self.folder} has no finished stage {stage.name}; the study has changed since."
-            )
         self.store.root.mkdir(parents=True, exist_ok=True)
         try:
             self.store.execute(stage, writes=self.ranks.first)
