@@ -91,7 +91,8 @@ def linear(
     from gnomon.kernels.gemv import triton as gemv
     from gnomon.kernels.nf12 import triton_kernels as kernels
 
-    x = torch.nn.functional.pad(x, (0, sm.shape[1] - x.shape[1])).contiguous()
+    if missing := sm.shape[1] - x.shape[1]:
+        x = torch.nn.functional.pad(x, (0, missing))
     read = kernels.read_ptx if _has_ptx() else kernels.read_portable
     weight = (
         _words(sm, torch.int64),
@@ -99,7 +100,7 @@ def linear(
         _words(esc, torch.int32),
         base * BOTH_EXPONENTS,
     )
-    return gemv.gemv(x, weight, len(sm), read)
+    return gemv.gemv(x.contiguous(), weight, len(sm), read)
 
 
 def _has_ptx() -> bool:
