@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .checkpoints import CONFIG, DENSE_STEM, GNOMON_STEM, GNOMON_TYPE, Checkpoint, model_type
+from .errors import GnomonError
 from .files import write_atomic
 from .forms import PLAIN, Form, Weights, digest
 from .manifest import Digest
@@ -67,6 +68,11 @@ def write_converted(
                     file.add(part, value)
         nbytes += file.position
         progress(f"{name}: {len(tensors)} tensors, {file.position / 1e6:,.1f} MB")
+    if not converted and form is not PLAIN:
+        raise GnomonError(
+            f"None of the {len(own)} tensors would become smaller as {form.name}, so nothing was written. The model "
+            "is best left as it is."
+        )
     if checkpoint.index is not None:
         metadata = {**checkpoint.index, "total_size": nbytes}
         index = {"metadata": metadata, "weight_map": places}

@@ -28,7 +28,7 @@ class Form:
     """How a model's own tensors are stored."""
 
     name: str
-    group: Callable[[Mapping[str, Entry]], Groups]
+    group: Callable[[Checkpoint], Groups]
     """Finds the groups and refuses those whose headers don't fit together. Every stored tensor is in one."""
     decode: Callable[[str, Mapping[str, Tensor]], Tensor]
     """The own tensor of this name from its stored ones. Checks their values first, and raises GnomonError."""
@@ -44,7 +44,7 @@ class Form:
 
 PLAIN = Form(
     name="dense",
-    group=lambda entries: {name: (name,) for name in entries},
+    group=lambda checkpoint: {name: (name,) for name in checkpoint.entries},
     decode=lambda name, stored: stored[name],
 )
 """Every tensor as itself."""
@@ -65,7 +65,7 @@ class Weights:
         self.form = form
         self._entries = checkpoint.entries
         self._digests = digests
-        self.groups = form.group(self._entries)
+        self.groups = form.group(checkpoint)
         self.shards = _shards(checkpoint, self.groups)
         """Names of the own tensors that lie in each shard, by the shard of the first stored one."""
 
