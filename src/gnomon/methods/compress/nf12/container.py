@@ -27,7 +27,7 @@ from gnomon.core.errors import GnomonError
 from gnomon.kernels.nf12.reference import GROUP
 
 from .config import NF12Config
-from .encode import Plan, check_matrix, emit, plan
+from .encode import Plan, check_matrix, emit, holds_bf16, plan
 from .tensor import BASES, NF12Tensor, padded
 
 VERSION = 1
@@ -210,7 +210,9 @@ def is_plane(key: str) -> bool:
     return key.rpartition(".")[2].startswith(_PREFIX)
 
 
-def choose(w: Tensor, config: NF12Config | None = None) -> tuple[NF12Tensor | None, str]:
+def choose(
+    w: Tensor, config: NF12Config | None = None, *, float32: bool = False
+) -> tuple[NF12Tensor | None, str]:
     """(the encoded matrix, or None for one to keep as it is; why): the rule for every tensor of a checkpoint.
 
     The size is known before anything is encoded, so keeping a matrix costs no memory.
@@ -218,11 +220,16 @@ def choose(w: Tensor, config: NF12Config | None = None) -> tuple[NF12Tensor | No
     Args:
         w: any tensor.
         config: thresholds.
+        float32: also take a float32 matrix if its values are all bfloat16. Its dtype isn't stored.
     """
     config = config or NF12Config()
-    if reason := why_raw(w.shape, w.dtype, config):
+    if reason := why_raw(
+        w.shape, torch.bfloat16 if float32 and w.dtype == torch.float32 else w.dtype, config
+    ):
         return None, reason
     check_matrix(w)
+    if w.dtype == torch.float32 and not holds_bf16(w):
+        return None, "float32 with values that no bfloat16 equals"
     best = plan(w)
     if reason := why_not_worth(tuple(w.shape), best, config):
         return None, reason

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int16, Int64, UInt8
+from jaxtyping import Float, Int16, Int64, UInt8
 from torch import Tensor
 
 from gnomon.core.errors import UsageError
@@ -31,6 +31,7 @@ from .tensor import BASES, WINDOW, NF12Tensor, padded
 CANDIDATES = 4
 """Windows, best by coverage, whose exceptions are counted exactly."""
 BLOCK = 1 << 20  # weights handled at once: many beside a table of 65,536 bins, few beside a level-3 cache
+LOST = 0xFFFF  # the bits of a float32 that a bfloat16 lacks
 INDEX_LIMIT = 1 << 31  # sizes and indices have to fit the container's signed 32-bit numbers
 
 # Eight exponent bytes of a group as one 64-bit word: 0xF0 in every byte tells those that left the window.
@@ -184,12 +185,19 @@ def words_of(exponents: UInt8[Tensor, "rows columns"]) -> Int64[Tensor, "rows gr
     return exponents.view(torch.int64)
 
 
+def holds_bf16(w: Float[Tensor, "rows columns"]) -> bool:
+    """Whether every value of a float32 matrix is a bfloat16."""
+    height = max(1, BLOCK // max(1, w.shape[1]))
+    parts = (w[k : k + height].detach().contiguous().view(torch.int32) for k in range(0, len(w), height))
+    return not any(bool((part & LOST).any()) for part in parts)
+
+
 def _patterns(rows: Tensor) -> Int16[Tensor, "rows columns"]:
     """Bit patterns of BF16 values, contiguous; of FP32 values their upper half."""
     if rows.dtype == torch.bfloat16:
         return rows.detach().contiguous().view(torch.int16)
     wide = rows.detach().contiguous().view(torch.int32)
-    if bool((lost := wide & 0xFFFF).any()):
+    if bool((lost := wide & LOST).any()):
         value = float(rows.flatten()[lost.flatten().nonzero()[0, 0]])
         raise UsageError(
             f"A float32 weight is {value!r}, which no bfloat16 equals (its low 16 bits are not zero), so it "

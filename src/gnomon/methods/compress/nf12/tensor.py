@@ -77,9 +77,13 @@ class NF12Tensor:
         return decoded if out is None else out.copy_(decoded)
 
     def rows(self, index: Int[Tensor, "*batch"]) -> BFloat16[Tensor, "*batch K"]:
-        """Some rows, decoded without the others (what an embedding needs)."""
-        flat = index.flatten()
-        some = decode_planes(self.sm[flat], self.ex[flat], self.esc, self.base, self.shape[1])
+        """Some rows, decoded without the others (what an embedding needs).
+
+        Args:
+            index: int32 or int64, each in [0, N); outside it torch raises as for its own embedding.
+        """
+        sm, ex = (plane.index_select(0, index.flatten()) for plane in (self.sm, self.ex))
+        some = decode_planes(sm, ex, self.esc, self.base, self.shape[1])
         return some.view(*index.shape, self.shape[1])
 
     def to(self, device: torch.device | str) -> NF12Tensor:

@@ -1,0 +1,170 @@
+"""Products with an NF12 matrix: straight from the planes (fused), or with the matrix decoded first (buffered).
+
+Fused reads 12 bits a weight and suits few rows of x, where reading weights is what takes the time. Buffered
+decodes to BF16 and leaves the product to torch, so its result is bit for bit that of the original matrix; for
+many rows the decoding is paid once. Gradients reach x and the bias, never the matrix.
+
+Shapes: rows = batch x tokens of x, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from gnomon.core.errors import UsageError, unknown
+from gnomon.kernels.nf12.reference import linear as fused_linear
+
+from .config import NF12Config
+from .tensor import NF12Tensor
+
+MODES = ("auto", "fused", "buffered")
+
+
+def linear(
+    x: Float[Tensor, "*batch K"],
+    w: NF12Tensor,
+    bias: Float[Tensor, " N"] | None = None,
+    mode: str = "auto",
+    *,
+    config: NF12Config | None = None,
+) -> Float[Tensor, "*batch N"]:
+    """x W^T + bias, in the dtype of x (in autocast's, under autocast).
+
+    Args:
+        x: any floating dtype; float16 is multiplied in float32, because BF16 weights don't fit into it.
+        w: (N, K).
+        bias: dtype of x.
+        mode: "fused", "buffered", or "auto": fused for at most `config.fused_rows_cpu` (`_cuda`) rows.
+        config: thresholds.
+
+    Raises:
+        UsageError: unknown mode; x with another number of columns.
+    """
+    if mode not in MODES:
+        raise unknown("mode", mode, MODES)
+    x, bias = _autocast(x, bias)
+    _check_inputs(x, w.shape[1], w)
+    rows = x.numel() // max(1, x.shape[-1])
+    limits = config or NF12Config()
+    limit = limits.fused_rows_cuda if x.is_cuda else limits.fused_rows_cpu
+    fused = mode == "fused" or (mode == "auto" and rows <= limit)
+    product: Tensor = _Linear.apply(x, bias, w, fused)  # type: ignore[no-untyped-call]
+    return product
+
+
+def linear_transposed(
+    x: Float[Tensor, "*batch N"], w: NF12Tensor, bias: Float[Tensor, " K"] | None = None
+) -> Float[Tensor, "*batch K"]:
+    """x W + bias for a matrix stored inputs first, as GPT-2's `Conv1D` does. Always buffered.
+
+    Raises:
+        UsageError: x with another number of columns than W has rows.
+    """
+    x, bias = _autocast(x, bias)
+    _check_inputs(x, w.shape[0], w)
+    product: Tensor = _Transposed.apply(x, bias, w)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, w: NF12Tensor, fused: bool) -> Tensor:
+        ctx.w = w
+        if not fused:
+            return _multiply(x, w, bias)
+        y = fused_linear(x.reshape(-1, w.shape[1]), w.sm, w.ex, w.esc, w.base).view(*x.shape[:-1], w.shape[0])
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """dx = dy W, with W decoded anew instead of kept since the forward pass."""
+        dx = _multiply_transposed(dy, ctx.w, None) if ctx.needs_input_grad[0] else None
+        db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        return dx, db, None, None
+
+
+class _Transposed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, w: NF12Tensor) -> Tensor:
+        ctx.w = w
+        return _multiply_transposed(x, w, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """dx = dy W^T."""
+        dx = _multiply(dy, ctx.w, None) if ctx.needs_input_grad[0] else None
+        db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        return dx, db, None
+
+
+def _multiply(x: Tensor, w: NF12Tensor, bias: Tensor | None) -> Tensor:
+    """Buffered x W^T + bias: the whole matrix is decoded, then one product. Row blocks would enter here."""
+    wide = _product_dtype(x)
+    return F.linear(x.to(wide), _decoded(w, wide), None if bias is None else bias.to(wide)).to(x.dtype)
+
+
+def _multiply_transposed(x: Tensor, w: NF12Tensor, bias: Tensor | None) -> Tensor:
+    """Buffered x W + bias, by the call that `Conv1D` makes, so that the results are equal bit for bit."""
+    wide = _product_dtype(x)
+    flat, matrix = x.reshape(-1, w.shape[0]).to(wide), _decoded(w, wide)
+    y = flat @ matrix if bias is None else torch.addmm(bias.to(wide), flat, matrix)
+    return y.view(*x.shape[:-1], w.shape[1]).to(x.dtype)
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of x, unless BF16 weights would overflow or be rounded in it."""
+    return torch.float32 if x.dtype == torch.float16 else x.dtype
+
+
+class _Scratch(threading.local):
+    """One BF16 buffer a thread, as large as the largest matrix so far: fresh pages cost more than decoding.
+
+    CPU only. On a CUDA device the caching allocator does this and knows about streams.
+    """
+
+    buffer: Tensor | None = None
+
+    def take(self, shape: tuple[int, int]) -> Tensor:
+        size = shape[0] * shape[1]
+        if self.buffer is None or len(self.buffer) < size:
+            self.buffer = None  # free it before asking for more
+            with torch.inference_mode(False):  # or it could not be written to outside of inference mode later
+                self.buffer = torch.empty(size, dtype=torch.bfloat16)
+        return self.buffer[:size].view(shape)
+
+
+_scratch = _Scratch()
+
+
+def release_scratch() -> None:
+    """Give back the buffer that this thread's buffered products decode into."""
+    _scratch.buffer = None
+
+
+def _decoded(w: NF12Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix in `dtype`, valid until this thread's next product."""
+    recorded = torch.is_grad_enabled()  # a double backward: autograd will keep what it sees
+    on_cpu = w.device.type == "cpu"
+    return w.decode(_scratch.take(w.shape) if on_cpu and not recorded else None).to(dtype)
+
+
+def _autocast(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What autocast would make of the inputs of a linear layer."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _check_inputs(x: Tensor, inputs: int, w: NF12Tensor) -> None:
+    if x.ndim == 0 or x.shape[-1] != inputs:
+        raise UsageError(
+            f"x has shape {tuple(x.shape)}, but the NF12 matrix of {w.shape[0]} x {w.shape[1]} takes {inputs} "
+            "inputs in the last axis."
+        )
