@@ -102,11 +102,17 @@ class Applied:
     """Tensors that are not stored as they were; the others were kept."""
     seconds: float
 
+    def as_json(self) -> dict[str, Any]:
+        """JSON values; the folder as it was given."""
+        steps = [step.as_json() for step in self.steps]
+        return {**dataclasses.asdict(self), "out": str(self.out), "steps": steps}
+
     def rows(self) -> list[tuple[str, str]]:
-        """A table of two columns."""
+        """A table of two columns: what was written, then what it is."""
         before, after, count = self.bytes_before, self.bytes_after, max(self.weights, 1)
         kept = self.tensors - self.converted
         return [
+            ("written", str(self.out)),
             ("weights", f"{self.weights:,}"),
             ("bytes before", f"{before:,} ({8 * before / count:.2f} bits per weight)"),
             ("bytes after", f"{after:,} ({8 * after / count:.2f} bits per weight)"),
@@ -160,7 +166,7 @@ def apply_method(
         _require_space(out, weights.nbytes, source)
         with written_folder(out, force=True) as folder:
             done = write_converted(source.checkpoint, weights, convert, method.form, folder, progress)
-            write_config(source.checkpoint.config, weights.form, method.form, folder)
+            write_config(source.checkpoint, weights.form, method.form, folder)
             _finish(folder, source, Manifest(method.form.name, steps(done.own), done.result))
     else:
         _require_space(out, int(weights.nbytes * method.growth), source)

@@ -44,6 +44,7 @@ class CheckReport:
         """A table of two columns."""
         kept = self.tensors - self.converted
         table = [
+            ("folder", self.folder),
             ("steps", " -> ".join(step.method for step in self.steps)),
             ("tensors", f"{self.tensors:,} ({self.converted:,} in {self.form}, {kept:,} as themselves)"),
             ("weights", f"{self.weights:,} in {self.stored_bytes:,} bytes"),

@@ -20,6 +20,9 @@ from .safe_files import header_room, writing
 Convert = Callable[[str, Tensor], Mapping[str, Tensor] | None]
 """One of the model's own tensors -> what is stored for it; None keeps it as it is."""
 
+BASE_TYPE, WEIGHTS = "base_model_type", "gnomon_weights"
+"""Keys of `config.json` in a folder that needs Gnomon."""
+
 ALIGNMENT = 4
 """Bytes that tensors are kept aligned to where their sizes allow it (8 for 8-byte numbers)."""
 
@@ -84,16 +87,25 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
     return {name: digest(tensor) for name, tensor in tensors.items()}
 
 
-def write_config(config: Mapping[str, Any], before: Form, after: Form, folder: Path) -> None:
+def write_config(checkpoint: Checkpoint, before: Form, after: Form, folder: Path) -> None:
     """Write `config.json` of the result: the input's, in and out of the wrapping that a form needs."""
-    write_json(folder / CONFIG, wrapped(unwrapped(config, before), after))
+    plain = unwrapped(checkpoint.config, before)
+    write_json(folder / CONFIG, wrapped(plain, after, sharded=checkpoint.index is not None))
 
 
-def wrapped(config: Mapping[str, Any], form: Form) -> dict[str, Any]:
-    """The configuration of a folder in `form`, from the ordinary one."""
+def wrapped(config: Mapping[str, Any], form: Form, *, sharded: bool) -> dict[str, Any]:
+    """The configuration of a folder in `form`, from the ordinary one.
+
+    Transformers knows neither the type nor the names of the weight files, so it refuses the folder instead of
+    filling a model with random numbers. `gnomon.hf` finds the inner type and the weights under two more keys.
+    """
     if form is PLAIN:
         return dict(config)
-    kind = {"model_type": GNOMON_TYPE + form.name, "base_model_type": model_type(config)}
+    kind = {
+        "model_type": GNOMON_TYPE + form.name,
+        BASE_TYPE: model_type(config),
+        WEIGHTS: f"{GNOMON_STEM}.safetensors" + ".index.json" * sharded,
+    }
     return {**config, **kind, **form.config}
 
 
@@ -101,8 +113,9 @@ def unwrapped(config: Mapping[str, Any], form: Form) -> dict[str, Any]:
     """The ordinary configuration, from that of a folder in `form`."""
     if form is PLAIN:
         return dict(config)
-    plain = {key: value for key, value in config.items() if key not in form.config}
-    return {**plain, "model_type": plain.pop("base_model_type", "")}
+    ours = {BASE_TYPE, WEIGHTS, *form.config}
+    plain = {key: value for key, value in config.items() if key not in ours}
+    return {**plain, "model_type": config.get(BASE_TYPE, "")}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

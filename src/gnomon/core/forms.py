@@ -34,6 +34,8 @@ class Form:
     """The own tensor of this name from its stored ones. Checks their values first, and raises GnomonError."""
     describe: Callable[[str, Mapping[str, Tensor]], Mapping[str, float]] = lambda name, stored: {}
     """Figures about one tensor that `gnomon check` prints."""
+    own_name: Callable[[str], str] = lambda stored: stored
+    """Name of the own tensor that a stored one belongs to."""
     parts: int = 1
     """Most stored tensors per own tensor."""
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Where a checkpoint's tensors end up in a model, known from its configuration alone.
 
 Transformers renames, merges and splits tensors while it loads a checkpoint, and adds or strips the prefix of
-the base model. A method that stores a weight in another form has to know which module will own it.
+the base model. A method that stores a weight in another form has to know which parameter it becomes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -45,26 +44,22 @@ def skeleton(config: Mapping[str, Any]) -> PreTrainedModel:
         ) from error
 
 
-def owners(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Stored name of a weight -> dotted name of the module whose `weight` it becomes, unchanged but for its name.
+def parameters(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Stored name -> dotted name of the parameter that it becomes, unchanged but for its name.
 
-    Tensors that are merged or split on loading, and parameters of other names, are left out.
+    Tensors that are merged or split on loading, and those that the model has no place for, are left out.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    known = model.state_dict()
+    prefix, known = model.base_model_prefix, model.state_dict()
     found = {}
     for name in names:
-        renamed, merged = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
-        if renamed not in known and name in known:  # as the loader: a renaming that leads nowhere is undone
-            renamed, merged = rename_source_key(name, [], [], model.base_model_prefix, known)
-        module, _, attribute = renamed.rpartition(".")
-        if merged is None and attribute == "weight" and renamed in known:
-            found[name] = module
+        renamed, merged = rename_source_key(name, renamings, converters, prefix, known)
+        if (
+            renamed not in known and name in known
+        ):  # as the loader does: a renaming that leads nowhere is undone
+            renamed, merged = rename_source_key(name, [], [], prefix, known)
+        if merged is None and renamed in known:
+            found[name] = renamed
     return found
-
-
-def module_of(model: nn.Module, path: str) -> nn.Module:
-    """The module of a dotted name; the empty name is the model itself."""
-    return model.get_submodule(path) if path else model

@@ -1,8 +1,8 @@
 """`gnomon apply nf12`: a model folder whose matrices are NF12 planes, and the way back.
 
-What is encoded: weights of plain linear and embedding layers, in bfloat16, where planes are worth it. Everything
-else (norms, biases, position tables, layers with a product of their own) is kept as it is. The settings decide
-about sizes only: the result is lossless whatever they are.
+What is encoded: weights of plain linear and embedding layers (and GPT-2's `Conv1D`), in bfloat16, where planes
+are worth it. Everything else (norms, biases, layers with a product of their own, experts that Transformers
+merges when it loads them) is kept as it is. Nothing is lost, whatever the settings.
 
 Here:  the rule for a checkpoint's tensors, the form as `core.forms` knows it.
 Not here: streaming (`core.converting`), loading with Transformers (`gnomon.hf`).
@@ -14,19 +14,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gnomon.core.applying import TensorMethod
 from gnomon.core.checkpoints import Checkpoint, Shard
 from gnomon.core.converting import Convert
 from gnomon.core.errors import GnomonError, UsageError
 from gnomon.core.forms import Form, Groups
-from gnomon.core.places import module_of, owners, skeleton
+from gnomon.core.places import parameters, skeleton
 from gnomon.core.safe_files import Entry
 from gnomon.kernels.nf12.reference import GROUP
 
 from .config import NF12Config
-from .container import LAYOUT, METADATA, PLANES, VERSION, choose, inspect, pack, unpack
+from .container import LAYOUT, METADATA, PLANES, VERSION, choose, inspect, is_plane, pack, unpack
+from .encode import holds_bf16
+from .model import replaceable
 
 QUANT_METHOD = "nf12"
 QUANTIZATION = {"quant_method": QUANT_METHOD, "version": VERSION, "layout": LAYOUT, "group_size": GROUP}
@@ -49,11 +51,6 @@ class NF12Settings:
         return NF12Config(min_elements=self.min_elements, raw_share=self.raw_share)
 
 
-def encodable(module: nn.Module) -> bool:
-    """Whether NF12 has a layer in place of this one. A subclass may do something else with its weight."""
-    return type(module) is nn.Linear or (type(module) is nn.Embedding and module.max_norm is None)
-
-
 def prepare(checkpoint: Checkpoint, settings: NF12Settings) -> Convert:
     """The rule for the tensors of a checkpoint.
 
@@ -61,13 +58,12 @@ def prepare(checkpoint: Checkpoint, settings: NF12Settings) -> Convert:
         GnomonError: a model that Transformers doesn't know; nothing to encode; weights of another dtype.
     """
     model = skeleton(checkpoint.config)
-    places = owners(model, checkpoint.entries)
+    known, entries = replaceable(model), checkpoint.entries
     matrices = {
-        name: checkpoint.entries[name]
-        for name, path in places.items()
-        if encodable(module_of(model, path)) and len(checkpoint.entries[name].shape) == 2
+        name: entries[name]
+        for name, parameter in parameters(model, entries).items()
+        if parameter in known and entries[name].numel >= settings.min_elements
     }
-    matrices = {name: entry for name, entry in matrices.items() if entry.numel >= settings.min_elements}
     if not matrices:
         raise UsageError(
             f"No linear or embedding layer of this model has a matrix of {settings.min_elements:,} elements or "
@@ -80,20 +76,12 @@ def prepare(checkpoint: Checkpoint, settings: NF12Settings) -> Convert:
     def convert(name: str, tensor: Tensor) -> Mapping[str, Tensor] | None:
         if name not in matrices:
             return None
-        encoded, _ = choose(_bfloat16(name, tensor), settings.thresholds())
+        if tensor.dtype == torch.float32 and not holds_bf16(tensor):
+            raise _not_bfloat16(name, "F32")
+        encoded, _ = choose(tensor, settings.thresholds(), float32=True)
         return pack(name, encoded) if encoded is not None else None
 
     return convert
-
-
-def _bfloat16(name: str, tensor: Tensor) -> Tensor:
-    """The same values in bfloat16, if it has them all."""
-    if tensor.dtype != torch.float32:
-        return tensor
-    bits = tensor.view(torch.int32)
-    if bool((bits & 0xFFFF).any()):
-        raise _not_bfloat16(name, "F32")
-    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _not_bfloat16(name: str, dtype: str) -> GnomonError:
@@ -147,6 +135,11 @@ def group(checkpoint: Checkpoint) -> Groups:
     return found
 
 
+def own_name(stored: str) -> str:
+    """The tensor that a plane belongs to; any other name is its own."""
+    return stored.rpartition(".")[0] if is_plane(stored) else stored
+
+
 def decode(name: str, stored: Mapping[str, Tensor]) -> Tensor:
     """A tensor of the original checkpoint, from its planes or as it was kept."""
     return stored[name] if name in stored else unpack(name, stored.__getitem__).decode()
@@ -163,6 +156,7 @@ FORM = Form(
     group=group,
     decode=decode,
     describe=describe,
+    own_name=own_name,
     parts=len(PLANES),
     config={"quantization_config": QUANTIZATION},
     metadata={key: text for key, text in METADATA.items() if key != "format"},
