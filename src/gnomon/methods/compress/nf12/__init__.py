@@ -29,7 +29,7 @@ from .encode import Plan, encode, plan
 from .entropy import Entropy, Patterns, gaussian_exceptions, gaussian_in_window, huffman_lengths
 from .linear import linear, linear_transposed, release_scratch
 from .model import compress_model, decompress_model, install
-from .modules import NF12Conv1D, NF12Embedding, NF12Linear, NF12Weight
+from .modules import NF12Conv1D, NF12Embedding, NF12Linear, NF12ScaledEmbedding, NF12Weight
 from .tensor import NF12Stats, NF12Tensor
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "NF12Conv1D",
     "NF12Embedding",
     "NF12Linear",
+    "NF12ScaledEmbedding",
     "NF12Stats",
     "NF12Tensor",
     "NF12Weight",

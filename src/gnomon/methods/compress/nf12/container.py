@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ PLANES = ("nf12_sm", "nf12_ex", "nf12_esc", "nf12_meta")
 _PREFIX = "nf12_"
 
 
+@runtime_checkable
 class Slice(Protocol):
     """What safetensors tells about a tensor without reading it."""
 
@@ -47,6 +48,7 @@ class Slice(Protocol):
     def get_shape(self) -> Sequence[int]: ...
 
 
+@runtime_checkable
 class File(Protocol):
     """An open safetensors file (`safetensors.safe_open`)."""
 

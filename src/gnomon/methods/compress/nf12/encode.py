@@ -230,7 +230,7 @@ def check_matrix(w: Tensor) -> None:
         )
     if w.is_meta:
         raise UsageError("The weight is on the meta device and has no values. Load the model first.")
-    if max(w.shape) >= INDEX_LIMIT or w.numel() // GROUP >= INDEX_LIMIT:
+    if max(w.shape[0], padded(w.shape[1])) >= INDEX_LIMIT or w.numel() // GROUP >= INDEX_LIMIT:
         raise UsageError(
             f"The weight has shape {tuple(w.shape)}; sides and groups of 8 must stay below 2^31. Split it by rows."
         )

@@ -85,7 +85,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """dx = dy W, with W decoded anew instead of kept since the forward pass."""
         dx = _multiply_transposed(dy, ctx.w, None) if ctx.needs_input_grad[0] else None
-        db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         return dx, db, None, None
 
 
@@ -99,7 +99,7 @@ class _Transposed(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """dx = dy W^T."""
         dx = _multiply(dy, ctx.w, None) if ctx.needs_input_grad[0] else None
-        db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         return dx, db, None
 
 

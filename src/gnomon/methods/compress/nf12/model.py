@@ -1,8 +1,9 @@
 """Whole models: find the matrices, put NF12 layers in their place, and back.
 
-Taken are modules that are exactly `nn.Linear`, `nn.Embedding` or GPT-2's `Conv1D`. A subclass may do something
-else with its weight (scale it, adapt it), so it keeps it; and a matrix that any other module uses as well is kept
-for all of them. Layers that shared a parameter share an `NF12Weight` afterwards.
+Taken are modules that are exactly `nn.Linear`, `nn.Embedding`, GPT-2's `Conv1D` or the scaled embedding of Gemma
+and BART. Another subclass may do something else with its weight (adapt it, shift its rows), so it keeps it; and a
+matrix that any other module uses as well is kept for all of them. Layers that shared a parameter share an
+`NF12Weight` afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gnomon.core.layers import is_conv1d
 
 from .config import NF12Config
 from .container import choose
-from .modules import NF12Conv1D, NF12Embedding, NF12Linear, NF12Weight
+from .modules import NF12Conv1D, NF12Embedding, NF12Linear, NF12ScaledEmbedding, NF12Weight
 from .tensor import NF12Tensor
 
 log = logging.getLogger(__name__)
@@ -128,7 +129,8 @@ def install(model: Model, weights: Mapping[str, NF12Tensor], dtype: torch.dtype 
                 f"{name} is {tuple(by_name[name].weight.shape)} in the model, but the encoded matrix is "
                 f"{tensor.shape}. Use the config that belongs to the file."
             )
-        _check_hooks(by_name[name])
+        if not by_name[name].why_kept():
+            _check_hooks(by_name[name])
     for name, tensor in weights.items():
         matrix = by_name[name]
         if not matrix.why_kept():
@@ -188,9 +190,15 @@ def _matrices(model: nn.Module) -> list[_Matrix]:
 
 
 def _replaceable(module: nn.Module) -> bool:
-    if type(module) is nn.Embedding:
+    if type(module) is nn.Embedding or _is_scaled(module):
         return module.max_norm is None  # it would rewrite its rows
     return type(module) is nn.Linear or (is_conv1d(module) and type(module).__name__ == "Conv1D")
+
+
+def _is_scaled(module: nn.Module) -> bool:
+    """One of Transformers' many copies of an embedding that multiplies its rows by `embed_scale`."""
+    kind = type(module)
+    return kind.__name__.endswith("ScaledWordEmbedding") and kind.__module__.startswith("transformers.")
 
 
 def _skipped(matrices: list[_Matrix], skip: Sequence[str]) -> dict[str, str]:
@@ -230,6 +238,8 @@ def _replace(model: nn.Module, matrix: _Matrix, weight: NF12Weight) -> None:
 
 
 def _on_planes(module: Any, weight: NF12Weight) -> nn.Module:
+    if _is_scaled(module):
+        return NF12ScaledEmbedding(weight, module)
     if isinstance(module, nn.Embedding):
         return NF12Embedding(weight, module.padding_idx)
     return (NF12Conv1D if is_conv1d(module) else NF12Linear)(weight, module.bias)
@@ -238,7 +248,11 @@ def _on_planes(module: Any, weight: NF12Weight) -> nn.Module:
 def _plain(module: NF12Linear | NF12Conv1D | NF12Embedding, weight: nn.Parameter) -> nn.Module:
     made: nn.Module
     with torch.device("meta"):  # neither memory nor random numbers for weights that are replaced at once
-        if isinstance(module, NF12Embedding):
+        if isinstance(module, NF12ScaledEmbedding):
+            made = module.kind(  # type: ignore[call-arg]
+                module.num_embeddings, module.embedding_dim, module.padding_idx, embed_scale=module.scalar
+            )
+        elif isinstance(module, NF12Embedding):
             made = nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx)
         elif isinstance(module, NF12Linear):
             made = nn.Linear(module.in_features, module.out_features, bias=False)
@@ -247,6 +261,8 @@ def _plain(module: NF12Linear | NF12Conv1D | NF12Embedding, weight: nn.Parameter
 
             made = Conv1D(module.nf, module.nx)
     made.register_parameter("weight", weight)
+    if isinstance(module, NF12ScaledEmbedding):
+        made.embed_scale = module.embed_scale
     if not isinstance(module, NF12Embedding):
         made.register_parameter("bias", module.bias)
     return made

@@ -189,3 +189,29 @@ class NF12Embedding(nn.Module):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
+
+
+class NF12ScaledEmbedding(NF12Embedding):
+    """Rows times a constant: the `...ScaledWordEmbedding` that Gemma, BART and others have in Transformers."""
+
+    def __init__(self, weight: NF12Weight, original: nn.Embedding) -> None:
+        """Args:
+        weight: vocabulary x width.
+        original: has `embed_scale`, a number or a buffer of one (then with `scalar_embed_scale`, its number).
+        """
+        super().__init__(weight, original.padding_idx)
+        self.kind = type(original)
+        scale: Any = original.embed_scale
+        self.scalar: float = getattr(original, "scalar_embed_scale", scale)
+        if isinstance(scale, Tensor):
+            scale = torch.tensor(self.scalar) if scale.is_meta else scale.detach().clone()
+            self.register_buffer("embed_scale", scale, persistent=False)
+        else:
+            self.embed_scale = scale
+
+    def forward(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch K"]:
+        rows, scale = super().forward(tokens), self.embed_scale
+        return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, embed_scale={self.scalar}"

@@ -1,0 +1,138 @@
+"""Products on planes: bit for bit torch's own when buffered, float64 within rounding when fused; gradients."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from nf12_oracle import gaussian
+from torch import Tensor
+from torch.nn import functional as F
+
+from gnomon.core.errors import UsageError
+from gnomon.methods.compress.nf12 import NF12Config, encode, linear, linear_transposed, release_scratch
+
+LINEAR = sys.modules["gnomon.methods.compress.nf12.linear"]
+
+
+def weight(rows: int = 24, columns: int = 45) -> Tensor:
+    w = gaussian(rows, columns, sigma=0.2)
+    w[::3, 2] = 0  # exceptional groups take part
+    return w
+
+
+def inputs(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(45,), (1, 45), (7, 45), (2, 3, 45), (0, 45)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_buffered_is_torch_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...], biased: bool) -> None:
+    w, x = weight(), inputs(*shape, dtype=dtype)
+    bias = inputs(24, dtype=dtype, seed=2) if biased else None
+    y = linear(x, encode(w), bias, mode="buffered")
+    assert y.dtype == dtype
+    assert torch.equal(y, F.linear(x, w.to(dtype), bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(45,), (3, 45), (2, 2, 45)])
+def test_fused_is_the_product(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    w, x, bias = weight(), inputs(*shape, dtype=dtype), inputs(24, dtype=dtype, seed=2)
+    y = linear(x, encode(w), bias, mode="fused")
+    expected = F.linear(x.double(), w.double(), bias.double())
+    assert y.dtype == dtype
+    error = (y - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error < (5e-3 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_float16_is_multiplied_in_float32() -> None:
+    """Weights of 2^20 would be infinite in float16."""
+    w, x = weight() * 2.0**20, inputs(5, 45, dtype=torch.float16) * 2.0**-20
+    for mode in ("fused", "buffered"):
+        y = linear(x, encode(w), mode=mode)
+        assert y.dtype == torch.float16
+        assert torch.equal(y, F.linear(x.float(), w.float()).half())
+
+
+def test_auto_chooses_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    real = LINEAR.fused_linear
+    monkeypatch.setattr(LINEAR, "fused_linear", lambda x, *rest: calls.append(len(x)) or real(x, *rest))
+    t = encode(weight())
+    for rows in (1, 4, 5):
+        linear(inputs(rows, 45, dtype=torch.float32), t)
+    linear(inputs(2, 2, 45, dtype=torch.float32), t)
+    assert calls == [1, 4, 4]
+    linear(inputs(5, 45, dtype=torch.float32), t, config=NF12Config(fused_rows_cpu=5))
+    assert calls == [1, 4, 4, 5]
+
+
+@pytest.mark.parametrize("mode", ["fused", "buffered"])
+@pytest.mark.parametrize("shape", [(11,), (2, 3, 11)])
+def test_gradients_of_input_and_bias(mode: str, shape: tuple[int, ...]) -> None:
+    w = weight(5, 11)
+    t, x, bias = encode(w), inputs(*shape, dtype=torch.float64), inputs(5, dtype=torch.float64, seed=2)
+    x, bias = x.requires_grad_(), bias.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, bias: linear(x, t, bias, mode=mode), (x, bias))
+    assert torch.autograd.gradgradcheck(lambda x, bias: linear(x, t, bias, mode=mode).square(), (x, bias))
+    dy = inputs(*shape[:-1], 5, dtype=torch.float64, seed=3)
+    mine = torch.autograd.grad(linear(x, t, bias, mode=mode), (x, bias), dy)
+    theirs = torch.autograd.grad(F.linear(x, w.double(), bias), (x, bias), dy)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_transposed_is_conv1d(dtype: torch.dtype) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    w, x = weight(5, 11), inputs(2, 3, 5, dtype=dtype)
+    layer = Conv1D(11, 5)
+    layer.weight.data, layer.bias.data = w.to(dtype), inputs(11, dtype=dtype, seed=2)
+    assert torch.equal(linear_transposed(x, encode(w), layer.bias), layer(x))
+    assert torch.equal(linear_transposed(x[0], encode(w)), x[0] @ w.to(dtype))
+    wide, bias = x[0].double().requires_grad_(), layer.bias.detach().double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, b: linear_transposed(x, encode(w), b), (wide, bias))
+
+
+def test_autocast_is_followed() -> None:
+    w, x = weight(), inputs(6, 45, dtype=torch.float32)
+    bias = inputs(24, dtype=torch.float32, seed=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear(x, encode(w), bias, mode="buffered"), F.linear(x, w.float(), bias))
+        assert linear(x, encode(w), bias, mode="fused").dtype == torch.bfloat16
+
+
+def test_the_scratch_buffer_is_reused_grows_and_is_given_back() -> None:
+    release_scratch()
+    small, large = encode(weight()), encode(weight(50, 60))
+    x = inputs(9, 45, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        first = linear(x, small, mode="buffered")  # a buffer made here must serve outside as well
+    kept = LINEAR._scratch.buffer
+    assert torch.equal(linear(x, small, mode="buffered"), first)
+    assert LINEAR._scratch.buffer is kept
+    y = linear(inputs(9, 60, dtype=torch.bfloat16), large, mode="buffered")
+    assert len(LINEAR._scratch.buffer) == 3000
+    before = y.clone()
+    linear(x, small, mode="buffered")
+    assert torch.equal(y, before)  # results never live in the buffer
+    release_scratch()
+    assert LINEAR._scratch.buffer is None
+
+
+def test_refusals() -> None:
+    t = encode(weight())
+    with pytest.raises(UsageError, match=r"x has shape \(3, 44\), .* 24 x 45 takes 45 inputs"):
+        linear(torch.zeros(3, 44), t)
+    with pytest.raises(UsageError, match=r"takes 24 inputs"):
+        linear_transposed(torch.zeros(3, 45), t)
+    with pytest.raises(UsageError, match=r"Unknown mode 'fuse'. Did you mean 'fused'"):
+        linear(torch.zeros(3, 45), t, mode="fuse")
+    with pytest.raises(UsageError, match=r"fused_rows_cpu=-1"):
+        NF12Config(fused_rows_cpu=-1)
+    with pytest.raises(UsageError, match=r"raw_share=1\.5 must lie in \(0, 1\]"):
+        NF12Config(raw_share=1.5)
