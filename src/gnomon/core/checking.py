@@ -54,7 +54,7 @@ class CheckReport:
         for name in dict.fromkeys(key for figures in self.per_tensor.values() for key in figures):
             values = [figures[name] for figures in self.per_tensor.values() if name in figures]
             spread = f"{min(values):.4g} to {max(values):.4g}, median {statistics.median(values):.4g}"
-            table.append((name.replace("_", " "), spread))
+            table.append((f"{self.form} {name.replace('_', ' ')}", spread))
         if self.against is not None:
             table.append(("against", f"{self.against}: equal, bit for bit"))
         return table

@@ -28,6 +28,7 @@ from gnomon.core.manifest import Step, find_manifest
 from gnomon.core.places import parameters
 from gnomon.methods.compress.nf12 import (
     Meta,
+    NF12ScaledEmbedding,
     NF12Tensor,
     NF12Weight,
     compress_model,
@@ -71,6 +72,7 @@ class NF12Quantizer(HfQuantizer):  # type: ignore[misc]
         self.steps: tuple[Step, ...] = ()
         """What `gnomon.json` of the loaded folder records."""
         self._ties: dict[str, str] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         self._waiting: list[tuple[Any, NF12Weight]] = []
 
     @property
@@ -112,7 +114,7 @@ class NF12Quantizer(HfQuantizer):  # type: ignore[misc]
             _share(model, first, second)
         _require_layers(model, places)
         install(model, {place: _blank(meta) for place, meta in places.items()}, model.config.dtype)
-        for _, second in shared:
+        for _first, second in shared:
             layer = _layer(model, second)
             self._waiting.append((layer, layer.weight))
             layer.weight = nn.Module()
@@ -121,6 +123,7 @@ class NF12Quantizer(HfQuantizer):  # type: ignore[misc]
             if isinstance(module, NF12Weight):  # some models initialise `layer.weight` of layers by name
                 vars(module)["_is_hf_initialized"] = True
         _require_biases(model, kept)
+        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         if not self.pre_quantized:
@@ -130,7 +133,13 @@ class NF12Quantizer(HfQuantizer):  # type: ignore[misc]
         for layer, weight in self._waiting:
             layer.weight = _near(layer, weight)
         self._waiting = []
+        for name, parameter in model.named_parameters():
+            wanted = self._dtypes.get(name, parameter.dtype)
+            if torch.promote_types(wanted, parameter.dtype) == wanted:  # the loader leaves renamed ones narrow
+                parameter.data = parameter.data.to(wanted)
         for name, module in model.named_modules():
+            if isinstance(module, NF12ScaledEmbedding) and isinstance(module.embed_scale, torch.Tensor):
+                module.embed_scale.fill_(module.scalar)  # not stored, and Transformers can't know how to fill it
             if isinstance(module, NF12Weight):
                 try:
                     module.tensor.validate()

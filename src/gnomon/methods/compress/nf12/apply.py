@@ -73,6 +73,10 @@ def prepare(checkpoint: Checkpoint, settings: NF12Settings) -> Convert:
         if entry.dtype not in ("BF16", "F32"):
             raise _not_bfloat16(name, entry.dtype)
 
+    if matrices.keys() == entries.keys():  # norms without weights, as in OLMo
+        # Transformers reads the dtype and device of a model off its parameters, so one has to remain.
+        del matrices[min(matrices, key=lambda name: matrices[name].numel)]
+
     def convert(name: str, tensor: Tensor) -> Mapping[str, Tensor] | None:
         if name not in matrices:
             return None
