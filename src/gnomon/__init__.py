@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _LAZY = {
+    "apply": "gnomon.lab.apply",
+    "check": "gnomon.lab.apply",
     "run": "gnomon.lab.run",
     "load_result": "gnomon.lab.result",
     "eval": "gnomon.core.evaluate",
 }
 
-__all__ = ["__version__", "eval", "load_result", "run"]
+__all__ = ["__version__", "apply", "check", "eval", "load_result", "run"]
 
 if TYPE_CHECKING:
     from gnomon.core.evaluate import eval
+    from gnomon.lab.apply import apply, check
     from gnomon.lab.result import load_result
     from gnomon.lab.run import run
 

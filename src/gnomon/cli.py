@@ -285,10 +285,69 @@ def eval_(
     print_table(columns, rows)
 
 
+def apply(
+    method: Positional[Annotated[str, arg(metavar="NAME")]],
+    *,
+    model: Annotated[str, arg(aliases=["-m"], metavar="MODEL")],
+    out: Annotated[Path, arg(metavar="DIR")],
+    option: Annotated[Pairs, arg(aliases=["-o"], metavar="FIELD=VALUE")] = (),
+    force: bool = False,
+    json: bool = False,
+) -> None:
+    """Apply a method to a model on disk and write the result to a new folder; the model stays as it is.
+
+    `dense` is the way back from a lossless form such as nf12. `gnomon check` verifies what was written.
+
+    Args:
+        method: A name that `gnomon show SLUG` gives under Run, such as nf12, or dense.
+        model: The model: an embedded name, tiny:NAME, a folder or a hub id.
+        out: Folder (or file) to write. It stands there whole, or not at all.
+        option: Set a field of the method, once per field; `--field value` does the same.
+        force: Replace what stands at --out, if that is a model or Gnomon's own.
+        json: Print the summary as JSON.
+    """
+    options = split_pairs(option, "-o", "FIELD=VALUE")
+    print_python("gnomon.apply", method, model=model, out=str(out), force=force or None, **options)
+    from gnomon.lab.apply import apply as run_apply
+
+    done = run_apply(method, model=model, out=out, force=force, progress=say, **options)
+    if json:
+        print(jsonlib.dumps(done.as_json(), indent=1))
+        return
+    columns, *rows = done.rows()
+    print_table(columns, rows)
+
+
+def check(
+    folder: Positional[Annotated[Path, arg(metavar="DIR")]],
+    *,
+    against: Annotated[str | None, arg(metavar="MODEL")] = None,
+    json: bool = False,
+) -> None:
+    """Verify a folder that `gnomon apply` wrote: headers, bounds, and the SHA-256 of every decoded tensor.
+
+    Args:
+        folder: The folder.
+        against: A model whose weights must be the same, bit for bit.
+        json: Print what was found about every tensor as JSON.
+    """
+    print_python("gnomon.check", str(folder), against=against)
+    from gnomon.lab.apply import check as run_check
+
+    found = run_check(folder, against=against)
+    if json:
+        print(found.to_json(), end="")
+        return
+    columns, *rows = found.rows()
+    print_table(columns, rows)
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "ls": ls,
     "show": show,
     "run": run,
+    "apply": apply,
+    "check": check,
     "compare": compare,
     "report": report,
     "accept": accept,
@@ -315,6 +374,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"Error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
+        if words[:1] == ["apply"]:
+            say("Interrupted. Nothing was written.")
+            return 130
         rest = [word for word in words if word != "--again"]  # which would begin anew
         say(f"Interrupted. This command goes on from here: {shlex.join(['gnomon', *rest])}")
         return 130
@@ -330,6 +392,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _with_fields_as_options(words: list[str]) -> list[str]:
+    """`--field value` and `--field=value` of `gnomon apply`, whose fields are the method's, as `-o field=value`."""
+    own = {"--model", "--out", "--option", "--force", "--json", "--help"}
+    done: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not word.startswith("--") or name in own:
+            done.append(word)
+            continue
+        if not equals:  # a flag alone means true
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        done += ["-o", f"{name[2:].replace('-', '_')}={value}"]
+    return done
+
+
 def _dispatch(words: list[str]) -> None:
     import tyro
 
@@ -338,6 +417,8 @@ def _dispatch(words: list[str]) -> None:
         return
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         raise unknown("command", words[0], COMMANDS)
+    if words[:1] == ["apply"]:
+        words = _with_fields_as_options(words)
     tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="gnomon",

@@ -35,7 +35,7 @@ class System:
     study: str = ""
     """Module of the study; empty while planned."""
     apply: tuple[str, ...] = ()
-    """Names under which `gnomon apply` offers it."""
+    """What `gnomon apply` offers, as `name=module`; the module's `METHOD` does it."""
 
 
 SYSTEMS: tuple[System, ...] = (
@@ -110,6 +110,7 @@ SYSTEMS: tuple[System, ...] = (
         "NeurIPS 2026",
         "no arXiv id known",
         "Stores BF16 weights without loss in 12 bits of fixed length, decoded inside the matrix product.",
+        apply=("nf12=gnomon.methods.compress.nf12.apply",),
     ),
     System(
         "lua",

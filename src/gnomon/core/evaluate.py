@@ -146,6 +146,13 @@ def kl_and_agreement(
     return terms.sum(-1), (ours.argmax(-1) == theirs.argmax(-1)).to(p.dtype)
 
 
+def count_weights(model: nn.Module) -> int:
+    """Distinct parameters; a module that stands for an encoded one counts by the `shape` of that."""
+    shapes = (getattr(module, "shape", None) for module in model.modules())
+    encoded = sum(shape.numel() for shape in shapes if isinstance(shape, torch.Size))
+    return encoded + sum(parameter.numel() for parameter in model.parameters())
+
+
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and persistent buffers; shared storage counts once."""
     storages = {}
@@ -208,7 +215,7 @@ def _model_eval(one: Loaded, nll: float, tokens: int, size: int, speed: float) -
         name=one.name,
         dtype=str(one.dtype).removeprefix("torch."),
         device=str(one.device),
-        parameters=sum(p.numel() for p in one.model.parameters()),
+        parameters=count_weights(one.model),
         weight_bytes=weight_bytes(one.model),
         nll_per_token=summary.nll_per_token,
         perplexity=summary.perplexity,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import is_offline_mode
+from huggingface_hub import is_offline_mode, snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,6 +27,7 @@ from . import smollm2, tiny
 from .errors import GnomonError, UsageError, nearest, unknown
 from .files import read_json
 from .refs import EMBEDDED, TINY, as_path
+from .seeding import seeded
 
 DTYPES = {
     "float32": torch.float32,
@@ -37,6 +39,8 @@ DTYPES = {
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _DEPTHS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "README.md"]
+_UNWANTED = ["*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "consolidated*"]
 _OFFLINE_MODELS = "Offline there are smollm2-135m, tiny:llama-0.5m and local folders."
 
 
@@ -102,6 +106,35 @@ def require(name: str) -> None:
     elif name and (folder := as_path(name)).is_dir():
         _check_folder(folder)
     elif not _HUB_ID.fullmatch(name):
+        raise _unknown_model(name)
+
+
+@contextmanager
+def model_folder(name: str) -> Iterator[tuple[str, Path]]:
+    """The name for records and the folder of a model's files, without loading it.
+
+    A tiny model is written to a temporary folder, in bfloat16 as published models are, with weights that depend
+    on its name alone. Of a hub id only safetensors, configuration and tokenizer files are downloaded.
+
+    Raises:
+        UsageError, GnomonError: as :func:`load`.
+    """
+    if name in EMBEDDED:
+        yield name, _embedded(name)
+    elif name.startswith(TINY):
+        name = TINY + "-".join(tiny.parse(name))
+        with tempfile.TemporaryDirectory(prefix="gnomon-") as temporary, _bars_on_a_terminal_only():
+            with seeded(0):
+                tiny.build(name).to(torch.bfloat16).save_pretrained(temporary)
+            tiny.byte_tokenizer().save_pretrained(temporary)
+            yield name, Path(temporary)
+    elif name and (local := as_path(name)).is_dir():
+        yield local.resolve().name, local.resolve()
+    elif _HUB_ID.fullmatch(name):
+        with _explained(name, local=False):
+            found = Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        yield name, found
+    else:
         raise _unknown_model(name)
 
 

@@ -107,7 +107,8 @@ def _use(system: System) -> list[RenderableType]:
     if system.study:
         lines.append(Text(f"  gnomon run {system.slug}                  a preview (profile cpu)"))
         lines.append(Text(f"  gnomon run {system.slug} --profile full   the whole comparison"))
-    lines += [Text(f"  gnomon apply {name} --model M --out D") for name in system.apply]
+    names = (entry.partition("=")[0] for entry in system.apply)
+    lines += [Text(f"  gnomon apply {name} --model M --out D") for name in names]
     return lines
 
 

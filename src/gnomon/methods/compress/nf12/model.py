@@ -172,6 +172,11 @@ def decompress_model(model: Model) -> Model:
     return model
 
 
+def replaceable(model: nn.Module) -> set[str]:
+    """Dotted names of the parameters that NF12 layers could take over, by what uses them (values aren't looked at)."""
+    return {name for matrix in _matrices(model) if not matrix.why_kept() for name in matrix.names}
+
+
 def _parameters(model: nn.Module) -> list[_Matrix]:
     """Every parameter with everyone who uses it."""
     found: dict[int, _Matrix] = {}

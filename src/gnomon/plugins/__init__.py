@@ -1,0 +1,1 @@
+"""What registers Gnomon with its neighbours."""
