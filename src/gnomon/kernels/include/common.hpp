@@ -15,10 +15,7 @@
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define GNOMON_X86 1
-#ifdef GNOMON_SIMDE  // the test of the AVX-512 paths on machines that lack them: same code, emulated
-#include <simde/x86/avx512.h>
-#include <simde/x86/fma.h>
-#else
+#ifndef GNOMON_SIMDE  // a test runs the AVX-512 code on machines that lack it, on emulated intrinsics
 #include <immintrin.h>
 #endif
 #endif

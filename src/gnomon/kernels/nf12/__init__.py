@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import UsageError
-from .. import native
+from .. import launch, native
 from ..choosing import Choice, chosen_once
 from ..tracing import is_plain
 from . import cpu, reference
@@ -28,9 +28,7 @@ def choice(device: str = "cpu", *, dtype: torch.dtype = torch.bfloat16, impl: st
 
 
 def _no_triton() -> str | None:
-    from . import triton
-
-    return triton.why_not("cuda")
+    return launch.why_not(torch.device("cuda"))
 
 
 def linear(x: Tensor, sm: Tensor, ex: Tensor, esc: Tensor, base: int, *, impl: str = "auto") -> Tensor:
@@ -67,7 +65,12 @@ def _linear(x: Tensor, sm: Tensor, ex: Tensor, esc: Tensor, base: int, impl: str
     return cpu.linear(x, sm, ex, esc, base, name)
 
 
-_linear_op = torch.library.custom_op("gnomon::nf12_linear", _linear, mutates_args=())
+_linear_op = torch.library.custom_op(
+    "gnomon::nf12_linear",
+    _linear,
+    mutates_args=(),
+    schema="(Tensor x, Tensor sm, Tensor ex, Tensor esc, int base, str impl) -> Tensor",
+)
 
 
 @_linear_op.register_fake
