@@ -22,7 +22,10 @@
 
 #define GNOMON_INLINE inline __attribute__((always_inline))
 #define GNOMON_PRAGMA(text) _Pragma(#text)
-#ifdef __clang__
+#if defined(GNOMON_SIMDE)
+#define GNOMON_TARGET(isa)
+#define GNOMON_TARGET_END
+#elif defined(__clang__)
 #define GNOMON_TARGET(isa) GNOMON_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
 #define GNOMON_TARGET_END GNOMON_PRAGMA(clang attribute pop)
 #else
