@@ -217,6 +217,7 @@ def test_validation_refuses_what_decoders_must_not_see() -> None:
     cases = [
         (damaged_slot(t, 0, 8), r"group \(0, 0\) points to row 8 of 8"),
         (damaged_slot(t, 3, 0x80), r"points to row 2147483648 of 8"),
+        (damaged_slot(t, 4, 1), r"group \(0, 0\) holds bytes after"),
         (damaged_slot(t, 7, 1), r"group \(0, 0\) holds bytes after its 4-byte index"),
         (broken(t, esc=t.esc[:-1]), r"points to row 7 of 7"),
         (broken(t, base=0), r"base=0 lies outside \[1, 239\]"),
