@@ -68,7 +68,7 @@ for ones in ({}, {"n": 1}, {"groups": 1}):  # Triton makes arguments equal to 1 
     for reader, weight in ((read, ("*i32",)), (read_ptx, ("*i64", "*i32", "*i32", "i32"))):
         constants = {"B": 2, "ROWS": 4, "read": reader} | ones
         arguments = {"x": "*bf16", "weight": weight, "out": "*fp32", "n": "i32", "groups": "i32", "share": "i32"}
-        signature = {k: "constexpr" if k in ones else v for k, v in arguments.items()} | dict.fromkeys(constants, "constexpr")
+        signature = arguments | dict.fromkeys(constants, "constexpr")
         attrs = {(0,): ALIGNED, (2,): ALIGNED} | {(1, i): ALIGNED for i in range(len(weight))}
         source = ASTSource(gemv, signature=signature, constexprs=constants, attrs=attrs)
         options = {"num_warps": 1, "enable_fp_fusion": False}
