@@ -87,13 +87,16 @@ def test_sass_work() -> None:
 
 
 def test_innermost_loops() -> None:
-    """Addresses 0 and up: an outer loop 1..6 around 2..3 and 4..5; a forward jump and one to elsewhere."""
+    """An outer loop 1..6 around 2..3 and 4..5, a jump to elsewhere, and a loop with a detour past the return."""
     listing = [
-        *[("mov", "%rax,%rbx"), ("je", "6 <f+0x6>"), ("vaddps", "%ymm0,%ymm1,%ymm1"), ("jne", "2 <f+0x2>")],
-        *[("add", "$1,%rax"), ("jb", "4 <f+0x4>"), ("jmp", "1 <f+0x1>"), ("jmp", "ff <g>"), ("ret", "")],
+        *[("mov", "%rax,%rbx"), ("je", "7 <f+0x7>"), ("vaddps", "%ymm0,%ymm1,%ymm1"), ("jne", "2 <f+0x2>")],
+        *[("add", "$1,%rax"), ("jb", "4 <f+0x4>"), ("jmp", "1 <f+0x1>"), ("je", "ff <g>")],
+        *[("dec", "%rax"), ("je", "c <f+0xc>"), ("jne", "8 <f+0x8>"), ("ret", "")],
+        *[("inc", "%rax"), ("jmp", "a <f+0xa>")],
     ]
     code = [Instruction(i, *line) for i, line in enumerate(listing)]
-    assert innermost_loops(code) == [code[2:4], code[4:6]]
+    assert innermost_loops(code) == [code[2:4], code[4:6], [code[8], code[9], code[10]]]
+    assert innermost_loops(code[11:12]) == []
 
 
 def test_vector_work_leaves_out_moves() -> None:

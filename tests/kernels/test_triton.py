@@ -125,6 +125,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.version, "hip", None)
     assert launch.why_not(torch.device("cuda")) == "the device has compute capability 7.5; BF16 needs 8.0"

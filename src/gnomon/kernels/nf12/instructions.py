@@ -5,8 +5,8 @@ lane that only loads and stores, the same one with the decode, and the same one 
 stores and addresses are equal in the first two, so they cancel; moves between registers, control and the uniform
 data path (once per warp, not per group) aren't counted. SASS is what runs; PTX is what Triton asked for.
 
-On a CPU the loop is found in the disassembly: the longest stretch that ends in a jump back to its start and holds
-no other such stretch. What a format costs is the difference to the loop of the plain kernel, per group.
+On a CPU the loop is found in the control flow of the disassembly, and in it the way without exceptions. It can
+be counted whole, loads and stores and all, or only where it computes.
 
 Here:  counting.      Not here: the kernels (`triton_kernels.py`, `nf12.cpp`) and the verdict (the study).
 """
@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,25 +171,74 @@ def disassemble(library: Path | str, symbol: str) -> list[Instruction]:
 
 
 def innermost_loops(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Every stretch that ends in a jump back to its start and holds no other such stretch, in order."""
+    """The shortest way around each loop that holds no other loop, in the order of execution.
+
+    A loop is a strongly connected part of the control flow; what remains connected without the instruction that
+    it is entered by is a loop inside it. The shortest way leaves out what is done for exceptions only.
+    """
     where = {instruction.address: i for i, instruction in enumerate(instructions)}
-    spans = []
-    for end, instruction in enumerate(instructions):
-        target = re.match(r"([0-9a-f]+)\b", instruction.operands)
-        if instruction.mnemonic.startswith("j") and target:
-            start = where.get(int(target[1], 16))
-            if start is not None and start <= end:
-                spans.append((start, end))
-    inner = [
-        (start, end)
-        for start, end in spans
-        if not any((s, e) != (start, end) and start <= s and e <= end for s, e in spans)
-    ]
-    return [list(instructions[start : end + 1]) for start, end in sorted(set(inner))]
+    edges = set()
+    for i, instruction in enumerate(instructions):
+        if instruction.mnemonic.startswith("j") and (
+            target := re.match(r"([0-9a-f]+)\b", instruction.operands)
+        ):
+            edges.add((i, where.get(int(target[1], 16), -1)))
+        if not re.match(r"jmp|ret|ud2|hlt", instruction.mnemonic):
+            edges.add((i, i + 1))
+    edges = {(a, b) for a, b in edges if 0 <= b < len(instructions)}  # a jump elsewhere is a call
+    loops = _innermost(set(range(len(instructions))), edges)
+    ways = sorted(min((_way_around(start, loop, edges) for start in sorted(loop)), key=len) for loop in loops)
+    return [[instructions[i] for i in way] for way in ways]
+
+
+def _way_around(start: int, loop: set[int], edges: set[tuple[int, int]]) -> list[int]:
+    """The shortest way from an instruction of a loop back to itself."""
+    after: dict[int, list[int]] = {}
+    for a, b in sorted(edges):
+        if a in loop and b in loop:
+            after.setdefault(a, []).append(b)
+    ways = deque([[start]])
+    seen: set[int] = set()
+    while True:
+        way = ways.popleft()
+        for step in after[way[-1]]:
+            if step == start:
+                return way
+            if step not in seen:
+                seen.add(step)
+                ways.append([*way, step])
+
+
+def _innermost(nodes: set[int], edges: set[tuple[int, int]]) -> list[set[int]]:
+    inside = [(a, b) for a, b in edges if a in nodes and b in nodes]
+    loops = []
+    for cycle in _cycles(inside):
+        entries = {b for a, b in edges if b in cycle and a not in cycle} or {min(cycle)}
+        loops += _innermost(cycle - entries, edges) or [cycle]
+    return loops
+
+
+def _cycles(edges: list[tuple[int, int]]) -> list[set[int]]:
+    """Strongly connected parts of a graph that have an edge."""
+    import numpy as np
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    if not edges:
+        return []
+    heads, tails = np.array(edges).T
+    size = max(heads.max(), tails.max()) + 1
+    graph = coo_array((np.ones(len(heads)), (heads, tails)), shape=(size, size))
+    _, part = connected_components(graph, connection="strong")
+    cycles: dict[int, set[int]] = {}
+    for head, tail in edges:
+        if part[head] == part[tail]:
+            cycles.setdefault(int(part[head]), set()).update((head, tail))
+    return list(cycles.values())
 
 
 def cpu_loop(library: Path | str, symbol: str) -> list[Instruction]:
-    """The longest innermost loop of a compiled function.
+    """The innermost loop of a compiled function; the longest, if it has several.
 
     Raises:
         GnomonError: there is no objdump, or the function has no loop.
