@@ -79,7 +79,14 @@ def _(x: Tensor, sm: Tensor, ex: Tensor, esc: Tensor, base: int, impl: str) -> T
 
 
 def decode(
-    sm: Tensor, ex: Tensor, esc: Tensor, base: int, columns: int, *, out: Tensor | None = None, impl: str = "auto"
+    sm: Tensor,
+    ex: Tensor,
+    esc: Tensor,
+    base: int,
+    columns: int,
+    *,
+    out: Tensor | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     """The matrix (N, columns), bit for bit.
 
@@ -118,7 +125,9 @@ def _decoded(
     if out is None:
         out = torch.empty(shape, dtype=torch.bfloat16, device=sm.device)
     elif tuple(out.shape) != shape or not out.is_contiguous() or out.device != sm.device:
-        raise UsageError(f"out has to be a contiguous {shape} on {sm.device}, not {tuple(out.shape)} on {out.device}.")
+        raise UsageError(
+            f"out has to be a contiguous {shape} on {sm.device}, not {tuple(out.shape)} on {out.device}."
+        )
     if out.device.type == "meta" or out.numel() == 0:
         return out
     name = choice(sm.device.type, dtype=torch.bfloat16, impl=impl).name
@@ -136,10 +145,14 @@ def _decoded(
 def _check(sm: Tensor, ex: Tensor, esc: Tensor, base: int) -> None:
     """What would make a kernel read outside the planes; contents are the validator's business."""
     if (sm.dtype, ex.dtype, esc.dtype) != (torch.uint8, torch.int32, torch.bfloat16):
-        raise UsageError(f"Planes have to be uint8, int32 and bfloat16, not {sm.dtype}, {ex.dtype}, {esc.dtype}.")
+        raise UsageError(
+            f"Planes have to be uint8, int32 and bfloat16, not {sm.dtype}, {ex.dtype}, {esc.dtype}."
+        )
     rows, padded = sm.shape
     if padded % 8 or ex.shape != (rows, padded // 8) or esc.shape[1:] != (8,):
-        raise UsageError(f"Planes of {tuple(sm.shape)}, {tuple(ex.shape)} and {tuple(esc.shape)} don't fit together.")
+        raise UsageError(
+            f"Planes of {tuple(sm.shape)}, {tuple(ex.shape)} and {tuple(esc.shape)} don't fit together."
+        )
     if not (sm.is_contiguous() and ex.is_contiguous() and esc.is_contiguous()):
         raise UsageError("Planes have to be contiguous.")
     if not 1 <= base <= 239:
