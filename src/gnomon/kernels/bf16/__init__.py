@@ -15,7 +15,7 @@ from ..choosing import Choice, chosen_once
 from ..tracing import is_plain
 from . import cpu, reference
 
-__all__ = ["choice", "linear"]
+__all__ = ["choice", "linear"]  # the layer is in `module`
 
 
 def choice(device: str = "cpu", *, dtype: torch.dtype = torch.bfloat16, impl: str = "auto") -> Choice:
