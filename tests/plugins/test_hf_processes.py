@@ -13,7 +13,9 @@ from family_models import tiny_family
 import gnomon
 from gnomon.core.tiny import byte_tokenizer
 
-AUTO = "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, pipeline\n"
+AUTO = (
+    "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, pipeline\n"
+)
 LOAD = "import torch; torch.set_num_threads(1)\n"
 IDS = "torch.arange(3, 11)[None]"
 
