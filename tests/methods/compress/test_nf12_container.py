@@ -170,9 +170,9 @@ def test_headers_are_refused_before_planes_are_read(
             assert tensor.numel() == 8
             return tensor
 
-    with safe_open(write(tmp_path / "x.safetensors", stored(**change)), "pt") as file:
-        with pytest.raises(GnomonError, match=message):
-            inspect(MetaOnly(file))
+    path = write(tmp_path / "x.safetensors", stored(**change))
+    with safe_open(path, "pt") as file, pytest.raises(GnomonError, match=message):
+        inspect(MetaOnly(file))
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,15 @@ def test_exact_counts_overrule_coverage() -> None:
     assert plan(to_tensor((e << 7).astype(np.uint16))) == Plan(base=11, exceptions=1)
 
 
+@pytest.mark.parametrize(("lowest", "chosen"), [(13, Plan(13, 1)), (14, Plan(10, 3))])
+def test_four_windows_are_counted(lowest: int, chosen: Plan) -> None:
+    """Base `lowest` misses seven weights in one group, each base from 10 up to it three in three groups."""
+    e = np.array([[lowest, 25] * 4] * 5)
+    e[0, :7] = lowest - 1
+    e[1:4, 0] = lowest + 15
+    assert plan(to_tensor((e << 7).astype(np.uint16))) == chosen
+
+
 def test_large_exponents_are_counted() -> None:
     """Weights of 2 and more, whose exponent fills the sign bit of a byte."""
     bits = np.random.default_rng(0).integers(126 << 7, 200 << 7, (9, 31)).astype(np.uint16)

@@ -92,7 +92,8 @@ def test_fused_layers_are_close_and_generate_the_same_tokens() -> None:
     model = family(dtype=torch.float32)
     expected, tokens = model(TOKENS).logits, model.generate(TOKENS, max_new_tokens=5, do_sample=False)
     compress_model(model, config=NF12Config(min_elements=0, raw_share=1.0, fused_rows_cpu=1 << 30))
-    assert next(m.mode for m in model.modules() if isinstance(m, NF12Linear)) == "auto"
+    layers = [m for m in model.modules() if isinstance(m, NF12Linear)]
+    assert {(layer.mode, layer.config.fused_rows_cpu) for layer in layers} == {("auto", 1 << 30)}
     torch.testing.assert_close(model(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(model.generate(TOKENS, max_new_tokens=5, do_sample=False), tokens)
 
@@ -320,7 +321,8 @@ def test_install_fills_a_skeleton(name: str) -> None:
     skeleton = copy.deepcopy(model)
     for key in matrices:
         skeleton.get_parameter(key).data.fill_(math.nan)
-    install(skeleton, {key: encode(value) for key, value in matrices.items()})
+    install(skeleton, {key: encode(value) for key, value in matrices.items()}, config=EVERYTHING)
+    assert all(m.config is EVERYTHING for m in skeleton.modules() if isinstance(m, NF12Linear))
     assert torch.equal(skeleton(TOKENS).logits, model(TOKENS).logits)
     assert all(parameter.ndim == 1 for parameter in skeleton.parameters())
     with pytest.raises(UsageError, match="gnomon apply nf12"):

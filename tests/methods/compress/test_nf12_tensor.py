@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import itertools
 import math
 
@@ -16,6 +17,7 @@ from nf12_oracle import gaussian, same_bits
 from torch import Tensor
 
 from gnomon.core.errors import GnomonError, UsageError
+from gnomon.methods.compress import nf12
 from gnomon.methods.compress.nf12 import (
     Entropy,
     NF12Tensor,
@@ -32,6 +34,10 @@ def with_zeros(rows: int, columns: int) -> Tensor:
     w = gaussian(rows, columns)
     w[::5, 3] = 0
     return w
+
+
+def test_the_example_in_the_package() -> None:
+    assert doctest.testmod(nf12) == doctest.TestResults(failed=0, attempted=7)
 
 
 # ---- decoding

@@ -87,7 +87,7 @@ def compress_model(model: Model, skip: str | Sequence[str] = (), config: NF12Con
         if encoded is None:
             kept[name] = why
             continue
-        _replace(model, matrix, NF12Weight(encoded, matrix.weight.dtype))
+        _replace(model, matrix, NF12Weight(encoded, matrix.weight.dtype), config)
         before, after, count = before + 2 * matrix.weight.numel(), after + encoded.nbytes, count + 1
     if not count:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(kept.items())[:3])
@@ -107,7 +107,12 @@ def compress_model(model: Model, skip: str | Sequence[str] = (), config: NF12Con
     return model
 
 
-def install(model: Model, weights: Mapping[str, NF12Tensor], dtype: torch.dtype = torch.bfloat16) -> Model:
+def install(
+    model: Model,
+    weights: Mapping[str, NF12Tensor],
+    dtype: torch.dtype = torch.bfloat16,
+    config: NF12Config | None = None,
+) -> Model:
     """Give a model its encoded matrices: what a loader does with the parameters that a file holds encoded.
 
     A matrix that :func:`compress_model` would have to keep because of who uses it is decoded instead.
@@ -116,6 +121,7 @@ def install(model: Model, weights: Mapping[str, NF12Tensor], dtype: torch.dtype 
         model: may be on the meta device; the values of the parameters replaced are not looked at.
         weights: dotted name of a parameter -> its encoded matrix. Of a shared one any name does.
         dtype: of the weights as the model sees them; see `NF12Weight`.
+        config: when the layers are fused.
 
     Raises:
         UsageError: a name that is no parameter of the model, another shape, or hooks on a layer to be replaced.
@@ -134,7 +140,7 @@ def install(model: Model, weights: Mapping[str, NF12Tensor], dtype: torch.dtype 
     for name, tensor in weights.items():
         matrix = by_name[name]
         if not matrix.why_kept():
-            _replace(model, matrix, NF12Weight(tensor, dtype))
+            _replace(model, matrix, NF12Weight(tensor, dtype), config)
             continue
         decoded = nn.Parameter(tensor.decode().to(dtype), requires_grad=matrix.weight.requires_grad)
         for _, key, module in matrix.users:
@@ -229,20 +235,22 @@ def _check_hooks(matrix: _Matrix) -> None:
             )
 
 
-def _replace(model: nn.Module, matrix: _Matrix, weight: NF12Weight) -> None:
+def _replace(model: nn.Module, matrix: _Matrix, weight: NF12Weight, config: NF12Config | None) -> None:
     made: dict[int, nn.Module] = {}  # the same module may stand in several places
     for name, _, module in matrix.users:
         if id(module) not in made:
-            made[id(module)] = _on_planes(module, weight).train(module.training)
+            made[id(module)] = _on_planes(module, weight, config).train(module.training)
         _put(model, name, made[id(module)])
 
 
-def _on_planes(module: Any, weight: NF12Weight) -> nn.Module:
+def _on_planes(module: Any, weight: NF12Weight, config: NF12Config | None) -> nn.Module:
     if _is_scaled(module):
         return NF12ScaledEmbedding(weight, module)
     if isinstance(module, nn.Embedding):
         return NF12Embedding(weight, module.padding_idx)
-    return (NF12Conv1D if is_conv1d(module) else NF12Linear)(weight, module.bias)
+    if is_conv1d(module):
+        return NF12Conv1D(weight, module.bias)
+    return NF12Linear(weight, module.bias, config=config)
 
 
 def _plain(module: NF12Linear | NF12Conv1D | NF12Embedding, weight: nn.Parameter) -> nn.Module:

@@ -1,0 +1,276 @@
+"""Check every Triton kernel against its reference and time it, in one short run on any CUDA device.
+
+    python benchmarks/gpu_check.py [--only nf12] [--json FILE]
+
+Exits 0 where all kernels are right, 1 where one is wrong, and 0 with one sentence where none can run (no CUDA
+device, no Triton). Under TRITON_INTERPRET=1 the checks run on tiny shapes, and nothing is timed.
+
+A kernel joins by one entry in `KERNELS`: a function that calls `bench.check` and `bench.time`.
+
+Timing: each contender reads as many separate copies of its operands as make four times the level-2 cache, the
+smallest format deciding the number; one pass over the copies is one CUDA graph, so no launch is waited for; the
+contenders take turns. Reported: median and the 20 % and 80 % quantiles of a pass over its number of copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gnomon.core.errors import unknown
+from gnomon.kernels.launch import interpreted, why_not
+
+REPEATS = 25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One way to do a piece of work: a function per copy of the operands, and the bytes that it has to move."""
+
+    name: str
+    calls: Sequence[Callable[[], object]]
+    bytes: int
+
+
+@dataclass
+class Bench:
+    """Where kernels report to."""
+
+    device: torch.device
+    tiny: bool
+    """Shapes for an interpreter, and no timing."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def check(self, what: str, right: bool, note: str = "") -> None:
+        """Record that something is as it should be, or not."""
+        self.rows.append({"kind": "check", "what": what, "right": bool(right), "note": note})
+        print(f"  {'right' if right else 'WRONG'}  {what}{f'  ({note})' if note else ''}", flush=True)
+
+    def leave_out(self, what: str, reason: str) -> None:
+        """Record what this device can't do."""
+        self.rows.append({"kind": "left out", "what": what, "reason": reason})
+        print(f"  left out: {what}: {reason}", flush=True)
+
+    def copies(self, smallest: int) -> int:
+        """How many copies of operands of this many bytes make four times the level-2 cache."""
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
+        return max(1, math.ceil(4 * cache / smallest))
+
+    def fits(self, bytes_needed: int) -> bool:
+        """Whether the device has this much memory free."""
+        return bytes_needed < 0.9 * torch.cuda.mem_get_info(self.device)[0]
+
+    def time(self, what: str, contenders: Sequence[Contender]) -> None:
+        """Time contenders in turns; the first is the one that the others are compared with."""
+        graphs = [_graph(c.calls) for c in contenders]
+        for graph in graphs:
+            graph.replay()
+        seconds: list[list[float]] = [[] for _ in contenders]
+        for _ in range(REPEATS):
+            for graph, of, contender in zip(graphs, seconds, contenders, strict=True):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                torch.cuda.synchronize(self.device)
+                of.append(start.elapsed_time(end) / 1e3 / len(contender.calls))
+        first = statistics.median(seconds[0])
+        for contender, of in zip(contenders, seconds, strict=True):
+            low, median, high = (float(torch.tensor(of).quantile(q)) for q in (0.2, 0.5, 0.8))
+            row = {
+                "kind": "time",
+                "what": what,
+                "contender": contender.name,
+                "copies": len(contender.calls),
+                "us": median * 1e6,
+                "us_20": low * 1e6,
+                "us_80": high * 1e6,
+                "bytes": contender.bytes,
+                "gb_per_s": contender.bytes / median / 1e9,
+                "speed_of_first": median / first,
+            }
+            self.rows.append(row)
+            print(
+                f"  {what:<34} {contender.name:<22} {row['us']:>9.1f} us  [{row['us_20']:.1f}, {row['us_80']:.1f}]"
+                f" {row['gb_per_s']:>8.0f} GB/s  the first is {row['speed_of_first']:.2f} x as fast",
+                flush=True,
+            )
+
+
+def _graph(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """All calls as one CUDA graph, compiled and warm."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+NF12_TIMED = [(16384, 8192), (25600, 5120), (5120, 25600), (1024, 5120)]  # the card's, then Qwen3-32B's
+
+
+def nf12(bench: Bench) -> None:
+    """NF12 in three quarters of the bytes: bulk decode, and the fused product beside the same one on plain BF16."""
+    nf12_check(bench)
+    if bench.tiny:
+        return
+    for n, k in NF12_TIMED:
+        nf12_time(bench, n, k)
+
+
+def nf12_check(bench: Bench) -> None:
+    """Bits of the decode, bits of fused against matched, and both against float64."""
+    from gnomon.kernels.bf16 import triton as bf16
+    from gnomon.kernels.nf12 import triton
+    from gnomon.methods.compress.nf12 import encode
+
+    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+        integers = torch.int16 if a.element_size() == 2 else torch.int32
+        return torch.equal(a.view(integers), b.to(a.device).view(integers))
+
+    def draw(*shape: int, scale: float) -> torch.Tensor:
+        return (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * scale).bfloat16()
+
+    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(64, 1024)
+    for base in (1, 112, 239):
+        t = encode(every, base=base).to(bench.device)
+        bench.check(
+            f"nf12 decode, every pattern, base {base}",
+            same(triton.decode(t.sm, t.ex, t.esc, base, 1024), every),
+        )
+    sizes = (
+        [(1, 8), (5, 63), (33, 129)]
+        if bench.tiny
+        else [(1, 8), (5, 63), (33, 129), (1000, 1000), (8192, 8192)]
+    )
+    for n, k in sizes:
+        weight = draw(n, k, scale=0.02)
+        t = encode(weight).to(bench.device)
+        decoded = triton.decode(t.sm, t.ex, t.esc, t.base, k)
+        bench.check(f"nf12 decode {n} x {k}", same(decoded, weight), f"{t.exceptions} exceptions")
+        for rows, dtype, bound in (
+            (1, torch.bfloat16, 5e-3),
+            (3, torch.float32, 1e-6),
+            (8, torch.bfloat16, 5e-3),
+        ):
+            x = draw(rows, k, scale=1.0).to(bench.device, dtype)
+            fused, matched = triton.linear(x, t.sm, t.ex, t.esc, t.base), bf16.linear(x, decoded)
+            exact = x.double() @ decoded.double().T
+            error = float((fused - exact).norm() / exact.norm())
+            what = f"nf12 linear {n} x {k}, {rows} rows, {dtype}".replace("torch.", "")
+            bench.check(f"{what}: fused = matched", same(fused, matched))
+            bench.check(f"{what}: error under {bound:g}", error < bound, f"{error:.1e}")
+
+
+def nf12_time(bench: Bench, n: int, k: int) -> None:
+    """Fused, matched and cuBLAS products of one shape; bulk decode beside a copy of as many bytes."""
+    from gnomon.kernels.bf16 import triton as bf16
+    from gnomon.kernels.nf12 import triton
+    from gnomon.methods.compress.nf12 import encode
+
+    copies = bench.copies(n * k * 3 // 2)
+    if not bench.fits(copies * n * k * 6):
+        bench.leave_out(f"nf12 timing {n} x {k}", "the device has too little memory free")
+        return
+    plain = (torch.randn(n, k, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    t = encode(plain)
+    coded = [t.to(bench.device) for _ in range(copies)]
+    dense = [plain.to(bench.device) for _ in range(copies)]
+    outs = [torch.empty_like(w) for w in dense]
+    for rows in (1, 8):
+        x = torch.randn(rows, k, device=bench.device).bfloat16()
+        bench.time(
+            f"nf12 linear {n} x {k}, {rows} row{'s'[: rows > 1]}",
+            [
+                Contender(
+                    name="nf12 fused",
+                    calls=[partial(triton.linear, x, c.sm, c.ex, c.esc, c.base) for c in coded],
+                    bytes=t.nbytes,
+                ),
+                Contender(
+                    name="bf16, the same kernel",
+                    calls=[partial(bf16.linear, x, w) for w in dense],
+                    bytes=plain.nbytes,
+                ),
+                Contender(
+                    name="torch (vendor)",
+                    calls=[partial(torch.nn.functional.linear, x, w) for w in dense],
+                    bytes=plain.nbytes,
+                ),
+            ],
+        )
+    bench.time(
+        f"nf12 decode {n} x {k}",
+        [
+            Contender(
+                name="nf12 decode",
+                calls=[
+                    partial(triton.decode, c.sm, c.ex, c.esc, c.base, k, o)
+                    for c, o in zip(coded, outs, strict=True)
+                ],
+                bytes=t.nbytes + plain.nbytes,
+            ),
+            Contender(
+                name="copy of BF16",
+                calls=[partial(o.copy_, w) for w, o in zip(dense, outs, strict=True)],
+                bytes=2 * plain.nbytes,
+            ),
+        ],
+    )
+
+
+KERNELS: dict[str, Callable[[Bench], None]] = {"nf12": nf12}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", metavar="NAME", help=f"one of: {', '.join(KERNELS)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON lines here")
+    options = parser.parse_args(arguments)
+    if options.only is not None and options.only not in KERNELS:
+        print(unknown("kernel", options.only, KERNELS), file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available() and not interpreted():
+        print(f"Nothing was checked: there is no CUDA device that torch {torch.__version__} can use.")
+        return 0
+    device = torch.device("cpu" if interpreted() else "cuda")
+    if reason := why_not(device):
+        print(f"Nothing was checked: {reason}.")
+        return 0
+    bench = Bench(device, tiny=interpreted())
+    name = "Triton's interpreter" if bench.tiny else torch.cuda.get_device_name(device)
+    bench.rows.append({"kind": "device", "name": name, "torch": torch.__version__})
+    print(name)
+    for kernel in [options.only] if options.only else KERNELS:
+        KERNELS[kernel](bench)
+    lines = [json.dumps(row) for row in bench.rows]
+    if options.json:
+        options.json.write_text("".join(f"{line}\n" for line in lines))
+    else:
+        print(*lines, sep="\n")
+    wrong = [row["what"] for row in bench.rows if row["kind"] == "check" and not row["right"]]
+    print(f"{len(wrong)} checks failed: {'; '.join(wrong)}" if wrong else "All checks passed.")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

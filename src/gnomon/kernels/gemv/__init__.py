@@ -1,0 +1,1 @@
+"""The matrix-vector product that every weight format of `gnomon.kernels` shares on a GPU."""

@@ -1,0 +1,92 @@
+// What the C++ kernels share: bfloat16 bits, splitting rows over threads, choosing an instruction set.
+//
+// The library has a plain C ABI and knows neither Python nor torch. Instruction sets are chosen per
+// function and at run time, never by a global -m flag, so that one build runs on every machine.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <new>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define GNOMON_X86 1
+#ifdef GNOMON_SIMDE  // the test of the AVX-512 paths on machines that lack them: same code, emulated
+#include <simde/x86/avx512.h>
+#include <simde/x86/fma.h>
+#else
+#include <immintrin.h>
+#endif
+#endif
+
+#define GNOMON_INLINE inline __attribute__((always_inline))
+#define GNOMON_PRAGMA(text) _Pragma(#text)
+#ifdef __clang__
+#define GNOMON_TARGET(isa) GNOMON_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
+#define GNOMON_TARGET_END GNOMON_PRAGMA(clang attribute pop)
+#else
+#define GNOMON_TARGET(isa) GNOMON_PRAGMA(GCC push_options) GNOMON_PRAGMA(GCC target(isa))
+#define GNOMON_TARGET_END GNOMON_PRAGMA(GCC pop_options)
+#endif
+
+namespace gnomon {
+
+// Instruction sets, slowest first. The numbers are part of the ABI: kernels/native.py names them alike.
+enum Isa : int { SCALAR = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3 };
+
+// Kinds of numbers in x and in results.
+enum Dtype : int { BF16 = 0, FP32 = 1 };
+
+GNOMON_INLINE float widen(uint16_t bits) {
+  uint32_t word = uint32_t(bits) << 16;
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+
+// Round to nearest, ties to even; NaN stays a (quiet) NaN. As torch does it.
+GNOMON_INLINE uint16_t narrow(float value) {
+  if (value != value) return 0x7FC0;
+  uint32_t word;
+  std::memcpy(&word, &value, 4);
+  return uint16_t((word + 0x7FFF + ((word >> 16) & 1)) >> 16);
+}
+
+GNOMON_INLINE void put(void* out, int64_t at, float value, int dtype) {
+  if (dtype == BF16) static_cast<uint16_t*>(out)[at] = narrow(value);
+  else static_cast<float*>(out)[at] = value;
+}
+
+GNOMON_INLINE float take(const void* x, int64_t at, int dtype) {
+  return dtype == BF16 ? widen(static_cast<const uint16_t*>(x)[at]) : static_cast<const float*>(x)[at];
+}
+
+// Memory for one call, aligned to cache lines: registers of x must not straddle two of them.
+struct Scratch {
+  void* at;
+  explicit Scratch(size_t bytes) : at(::operator new(std::max<size_t>(bytes, 1), std::align_val_t(64))) {}
+  ~Scratch() { ::operator delete(at, std::align_val_t(64)); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+};
+
+// Calls body(first, last) once per thread with a fixed share of [0, count), cut at multiples of `unit`.
+// A share depends on count, unit and threads alone, and no sum crosses a cut: results don't depend on it.
+template <class Body>
+void split(int64_t count, int64_t unit, int threads, const Body& body) {
+  const int64_t units = (count + unit - 1) / unit;
+  const int team = int(std::max<int64_t>(1, std::min<int64_t>(threads, units)));
+  if (team == 1) return body(int64_t(0), count);
+#pragma omp parallel for num_threads(team) schedule(static, 1)
+  for (int id = 0; id < team; id++) {
+    const int64_t first = units * id / team * unit;
+    const int64_t last = std::min(count, units * (id + 1) / team * unit);
+    body(first, last);
+  }
+}
+
+}  // namespace gnomon
