@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gnomon.core.applying import DENSE, ModelMethod, NoSettings, Source, TensorMethod, apply_method
+from gnomon.core.applying import DENSE, ModelMethod, NoSettings, Source, TensorMethod, apply_method, recorded
 from gnomon.core.checking import check_folder
 from gnomon.core.checkpoints import Checkpoint, open_checkpoint
 from gnomon.core.errors import GnomonError, UsageError
@@ -163,12 +163,21 @@ def test_there_and_back_again(shards: int, tmp_path: Path) -> None:
     assert (found.tensors, found.converted, found.weights) == (4, 1, 19)
 
 
-def test_tensors_lie_aligned(model: Path, tmp_path: Path) -> None:
-    """A reader maps them where they lie; the odd ones in front of wide ones would shift those."""
-    apply_method(SPLIT, source(model), tmp_path / "out", NoSettings())
+def test_tensors_lie_aligned(tmp_path: Path) -> None:
+    """A reader maps them where they lie; one of an odd size in front of wide numbers would shift those."""
+    weights = {name: torch.ones(3, dtype=torch.bfloat16) for name in "ac"} | {
+        "b": torch.ones(2, 2).bfloat16()
+    }
+    form = Form(name="wide", group=group, decode=lambda name, stored: stored[name].bfloat16())
+    method = TensorMethod(
+        name="wide",
+        form=form,
+        prepare=lambda *_: lambda name, tensor: {"b": tensor.float()} if name == "b" else None,
+    )
+    apply_method(method, source(write(tmp_path / "model", weights)), tmp_path / "out", NoSettings())
     entries = open_checkpoint(tmp_path / "out").entries.values()
+    assert [entry.name for entry in entries] == ["b", "a", "c"]
     assert all(entry.offset % entry.itemsize == 0 for entry in entries)
-    assert [entry.name for entry in entries] == ["wide", "w.top", "w.rest", "odd", "byte"]
 
 
 def test_float32_comes_back_from_a_form_that_holds_bfloat16(tmp_path: Path) -> None:
@@ -434,6 +443,24 @@ def test_one_flipped_bit_is_found(made: Path) -> None:
 def test_a_folder_without_a_manifest(model: Path) -> None:
     with pytest.raises(GnomonError, match=r"holds no gnomon.json, so `gnomon apply` did not write it"):
         check_folder(source(model))
+
+
+def test_settings_are_recorded_by_content(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Sources:
+        prompts: Path = tmp_path / "prompts.txt"
+        reference: str = str(tmp_path / "prompts.txt")
+        hub: str = "owner/name"
+        keep: tuple[float, ...] = (0.5, 1.0)
+
+    (tmp_path / "prompts.txt").write_text("x")
+    name = "prompts.txt@sha256:2d711642b726b044"  # the first half of sha256sum of "x"
+    assert recorded(Sources()) == {
+        "prompts": name,
+        "reference": name,
+        "hub": "owner/name",
+        "keep": [0.5, 1.0],
+    }
 
 
 def test_no_path_or_user_name_is_recorded(made: Path, tmp_path: Path) -> None:

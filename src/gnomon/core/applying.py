@@ -14,6 +14,7 @@ Not here: the streaming itself (`core.converting`), methods by name and their op
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from .errors import UsageError
 from .files import require_space, write_atomic, written_folder
 from .forms import PLAIN, Form, Weights, combined, digest
 from .manifest import Digest, Manifest, Step, find_manifest
+from .refs import portable
 from .targets import alone, existing_parent, require_target, written_file
 
 SLACK = 16_000_000
@@ -159,7 +161,7 @@ def apply_method(
     before = manifest.steps if manifest else ()
 
     def steps(own: Digests) -> tuple[Step, ...]:
-        step = Step(method.name, dataclasses.asdict(settings), source.name, combined(own), __version__)
+        step = Step(method.name, recorded(settings), source.name, combined(own), __version__)
         return (*before, step)
 
     if isinstance(method, TensorMethod):
@@ -186,6 +188,19 @@ def apply_method(
         converted=done.converted,
         seconds=time.perf_counter() - began,
     )
+
+
+def recorded(settings: Any) -> dict[str, Any]:
+    """Settings as JSON values; a file or folder by its name and content, never by its path."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return [plain(one) for one in value]
+        if isinstance(value, Path) or (isinstance(value, str) and ("/" in value or os.sep in value)):
+            return portable(str(value))
+        return value
+
+    return {field.name: plain(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
 
 
 def _run_to_file(
