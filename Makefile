@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-browser | smoke | readme | board | clean
+# make demo | test | test-slow | test-browser | smoke | bench | kernels | readme | board | clean
 # Every target sets the environment up first; the second time that takes no time at all.
 
 PYTHON ?= python3
@@ -9,19 +9,21 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PARTIAL := $(VENV).partial
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+BUILT := $(VENV)/.kernels
+KERNELS := $(shell find src/gnomon/kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.inc')
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo setup test lint types imports pytest test-slow test-browser smoke readme board clean
+.PHONY: demo setup kernels test lint types imports pytest test-slow test-browser smoke bench readme board clean
 
 demo: setup
 	$(BIN)/gnomon fetch smollm2-135m
 	$(BIN)/gnomon run tlcm --model smollm2-135m
 
-setup: $(READY)
+setup: $(READY) $(BUILT)
 
 # While .venv.partial is there the installation is not finished: one that was cut off is built anew.
 # torch goes first, on its own, so that no other package's wish decides which build is taken.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit( \
 	  "Gnomon needs Python 3.11 or newer, but $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.11" % v[:2])'
 	@if [ -e $(PARTIAL) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then touch $(PARTIAL); \
@@ -30,6 +32,17 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) -e '.[$(EXTRAS)]'
 	@touch $(READY) && rm -f $(PARTIAL)
+
+# The C++ kernels, when their sources changed since the installation built them. Without a compiler this
+# succeeds too, kernels then run as plain torch.
+kernels: $(READY)
+	$(PIP) --no-deps -e .
+	@touch $(BUILT)
+
+$(BUILT): $(READY) $(KERNELS)
+	@$(BIN)/python -c 'import sys; from gnomon.kernels import native; sys.exit(bool(native.problem()))' || \
+	  $(PIP) --no-deps -e .
+	@touch $(BUILT)
 
 test: lint types imports pytest
 
@@ -54,6 +67,11 @@ test-browser: setup
 
 smoke: setup
 	$(BIN)/python tools/smoke.py
+
+# Peers that a benchmark only compares with; one that can't be installed is left out of its table.
+bench: setup
+	-$(PIP) -e '.[bench]'
+	$(BIN)/python benchmarks/nf12.py
 
 readme: setup
 	$(BIN)/python tools/readme.py

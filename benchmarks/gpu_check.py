@@ -148,7 +148,7 @@ def nf12_check(bench: Bench) -> None:
         return (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * scale).bfloat16()
 
     every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(64, 1024)
-    for base in (1, 112, 239):
+    for base in (112,) if bench.tiny else (1, 112, 239):
         t = encode(every, base=base).to(bench.device)
         bench.check(
             f"nf12 decode, every pattern, base {base}",

@@ -7,6 +7,7 @@ looks at the faces only: it would wrap the kernels, which Triton reads as source
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -53,6 +54,46 @@ def test_compiled() -> None:
     run_checks("slow or not slow", interpret=False)
 
 
+COMPILE = """
+import json
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gnomon.kernels.bf16.triton_kernels import read
+from gnomon.kernels.gemv.triton_kernels import gemv
+from gnomon.kernels.nf12.triton_kernels import read_ptx
+
+ALIGNED = [["tt.divisibility", 16]]
+for ones in ({}, {"n": 1}, {"groups": 1}):  # Triton makes arguments equal to 1 constants
+    for reader, weight in ((read, ("*i32",)), (read_ptx, ("*i64", "*i32", "*i32", "i32"))):
+        constants = {"B": 2, "ROWS": 4, "read": reader} | ones
+        arguments = {"x": "*bf16", "weight": weight, "out": "*fp32", "n": "i32", "groups": "i32", "share": "i32"}
+        signature = arguments | dict.fromkeys(constants, "constexpr")
+        attrs = {(0,): ALIGNED, (2,): ALIGNED} | {(1, i): ALIGNED for i in range(len(weight))}
+        source = ASTSource(gemv, signature=signature, constexprs=constants, attrs=attrs)
+        options = {"num_warps": 1, "enable_fp_fusion": False}
+        kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        ptx = kernel.asm["ptx"]
+        fused = [line.split()[0] for line in ptx.splitlines() if "fma.rn" in line]
+        print(json.dumps([kernel.metadata.shared, ptx.count("shfl.sync"), len(fused), ptx.count("mul.f32")]))
+"""
+
+
+@needs_triton
+@pytest.mark.slow
+def test_products_compile_alike() -> None:
+    """For a GPU that needn't be there: no data goes through shared memory, and both formats get the same sums."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    plain = [json.loads(line) for line in done.stdout.splitlines()[0::2]]
+    coded = [json.loads(line) for line in done.stdout.splitlines()[1::2]]
+    sums = 2 * 4  # B * ROWS
+    assert plain == coded == [[0, 5 * sums, 8 * sums, 0]] * 3
+
+
 PLANES = (
     torch.zeros(1, 8, dtype=torch.uint8),
     torch.ones(1, 1, dtype=torch.int32),
@@ -84,6 +125,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.version, "hip", None)
     assert launch.why_not(torch.device("cuda")) == "the device has compute capability 7.5; BF16 needs 8.0"

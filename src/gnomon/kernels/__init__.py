@@ -1,1 +1,13 @@
 """Hot loops: per kernel a plain torch reference, C++ for CPUs, Triton for GPUs, and a chooser that says why."""
+
+from __future__ import annotations
+
+__all__ = ["chosen"]
+
+
+def chosen(device: str = "cpu") -> dict[str, str]:
+    """What runs for each kernel on such a device, and why: `gnomon doctor` and every result print it."""
+    from . import bf16, nf12
+
+    choices = {"bf16": bf16.choice(device), "nf12": nf12.choice(device)}
+    return {name: f"{choice.name} ({choice.reason})" for name, choice in choices.items()}

@@ -32,6 +32,8 @@ def why_not(device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"the tensors are on {device.type}, and Triton kernels run on CUDA devices"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and capability < OLDEST:
         return f"the device has compute capability {capability[0]}.{capability[1]}; BF16 needs 8.0"

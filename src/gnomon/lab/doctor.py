@@ -44,6 +44,7 @@ def examine(runs: Path | None = None) -> list[Finding]:
         "python": _python,
         "torch": _torch,
         "processor": _processor,
+        "kernels": _kernels,
         "libraries": _libraries,
         "extras": _extras,
         "embedded model": _embedded_model,
@@ -126,6 +127,24 @@ def _processor() -> list[Finding]:
         meaning += " bf16 arithmetic is emulated here and slow: keep fp32."
     return [
         Finding(name="cpu features", state="good", value=", ".join(found) or "none known", meaning=meaning)
+    ]
+
+
+def _kernels() -> list[Finding]:
+    import torch
+
+    from gnomon.kernels import chosen, native
+
+    built = Finding(
+        name="kernels",
+        state="missing" if native.problem() else "good",
+        value="plain torch" if native.problem() else "compiled library",
+        meaning=native.problem() or "The C++ kernels are built and current.",
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return [built] + [
+        Finding(name=f"kernel {name}", state="good", value=choice, meaning="Recorded in every result.")
+        for name, choice in chosen(device).items()
     ]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
-KERNEL_SOURCES = {".cpp", ".cc", ".c", ".h", ".hpp", ".cu"}
+KERNEL_SOURCES = {".cpp", ".hpp", ".inc"}
 REPORTED = (
     "torch",
     "transformers",
@@ -116,6 +116,8 @@ def environment(*, threads: int, jobs: int, packages: Iterable[str] = REPORTED) 
     """Versions and machine of this process, as `result.json` holds them."""
     import torch
 
+    from gnomon.kernels import chosen
+
     versions = {}
     for package in packages:
         try:
@@ -133,5 +135,5 @@ def environment(*, threads: int, jobs: int, packages: Iterable[str] = REPORTED) 
         "threads": threads,
         "jobs": jobs,
         "versions": versions,
-        "kernels": {},
+        "kernels": chosen("cuda" if cuda else "cpu"),
     }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gnomon.core.errors import UsageError
 from gnomon.methods.compress.nf12 import NF12Tensor, Plan, encode, plan
+from gnomon.methods.compress.nf12.encode import exponent_counts
 
 EXAMPLE_A = [0x3CA4, 0xBC76, 0x3F00, 0xBFE0, 0x38D2, 0x3D00, 0xBE80, 0x3A83]
 EVERY_PATTERN = np.arange(1 << 16, dtype=np.uint16)
@@ -140,6 +141,7 @@ def test_odd_shapes(shape: tuple[int, int]) -> None:
 
 def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     w = gaussian(37, 45, sigma=1.0)
+    w[::5, ::9] = 0
     whole, best = encode(w), plan(w)
     monkeypatch.setattr(sys.modules["gnomon.methods.compress.nf12.encode"], "BLOCK", 100)  # two rows
     parts = encode(w)
@@ -182,6 +184,20 @@ def test_four_windows_are_counted(lowest: int, chosen: Plan) -> None:
     e[0, :7] = lowest - 1
     e[1:4, 0] = lowest + 15
     assert plan(to_tensor((e << 7).astype(np.uint16))) == chosen
+
+
+def test_collisions_are_counted_before_the_base_is_chosen() -> None:
+    """Base 20 covers every weight, but under it three groups of nibbles 0 collide; base 5 loses one weight."""
+    e = np.full((4, 8), 20)
+    e[3, 0] = 35
+    assert plan(to_tensor((e << 7).astype(np.uint16))) == Plan(base=5, exceptions=1)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 8)])
+def test_exponents_are_counted(shape: tuple[int, int]) -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 16, shape).astype(np.uint16)
+    counted = exponent_counts(to_tensor(bits)).numpy()
+    np.testing.assert_array_equal(counted, np.bincount((bits >> 7 & 0xFF).flatten(), minlength=256))
 
 
 def test_large_exponents_are_counted() -> None:

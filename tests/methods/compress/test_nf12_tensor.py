@@ -53,24 +53,22 @@ def test_rows_are_rows_of_the_whole() -> None:
 
 @pytest.mark.parametrize("index", [40, -1])
 def test_rows_outside_are_refused(index: int) -> None:
-    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|DATA bounds)"):
+    with pytest.raises(UsageError, match=r"outside 0 … 39"):
         encode(with_zeros(40, 8)).rows(torch.tensor([index]))
 
 
-def test_decode_into_a_buffer() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_decode_into_a_buffer(dtype: torch.dtype) -> None:
     w = with_zeros(12, 20)
-    out = torch.full((12, 20), math.nan, dtype=torch.bfloat16)
+    out = torch.full((12, 20), math.nan, dtype=dtype)
     assert encode(w).decode(out) is out
-    assert same_bits(out, w)
+    assert torch.equal(out, w.to(dtype))
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    "out", [torch.empty(20, 12, dtype=torch.bfloat16), torch.empty(12, 20)], ids=["shape", "dtype"]
-)
-def test_a_wrong_buffer_is_refused(out: Tensor) -> None:
-    with pytest.raises(UsageError, match=r"decoding writes \(12, 20\) torch\.bfloat16 on cpu"):
-        encode(with_zeros(12, 20)).decode(out)
+def test_a_wrong_buffer_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"contiguous \(12, 20\) on cpu, not \(20, 12\) on cpu"):
+        encode(with_zeros(12, 20)).decode(torch.empty(20, 12, dtype=torch.bfloat16))
 
 
 def test_to_keeps_everything() -> None:
@@ -219,6 +217,7 @@ def test_validation_refuses_what_decoders_must_not_see() -> None:
     cases = [
         (damaged_slot(t, 0, 8), r"group \(0, 0\) points to row 8 of 8"),
         (damaged_slot(t, 3, 0x80), r"points to row 2147483648 of 8"),
+        (damaged_slot(t, 4, 1), r"group \(0, 0\) holds bytes after"),
         (damaged_slot(t, 7, 1), r"group \(0, 0\) holds bytes after its 4-byte index"),
         (broken(t, esc=t.esc[:-1]), r"points to row 7 of 7"),
         (broken(t, base=0), r"base=0 lies outside \[1, 239\]"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import UsageError
-from .. import native
+from .. import launch, native
 from ..choosing import Choice, chosen_once
 from ..tracing import is_plain
 from . import cpu, reference
@@ -27,9 +27,7 @@ def choice(device: str = "cpu", *, dtype: torch.dtype = torch.bfloat16, impl: st
 
 
 def _no_triton() -> str | None:
-    from . import triton
-
-    return triton.why_not("cuda")
+    return launch.why_not(torch.device("cuda"))
 
 
 def linear(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor:
@@ -58,7 +56,12 @@ def _linear(x: Tensor, weight: Tensor, impl: str) -> Tensor:
     return cpu.linear(x, weight, name)
 
 
-_linear_op = torch.library.custom_op("gnomon::bf16_linear", _linear, mutates_args=())
+_linear_op = torch.library.custom_op(
+    "gnomon::bf16_linear",
+    _linear,
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, str impl) -> Tensor",
+)
 
 
 @_linear_op.register_fake

@@ -13,6 +13,7 @@ WARP = 32
 ROWS = 4  # rows of W per program: each lane then has four independent loads under way
 MAX_B = 8  # rows of x per launch: B * ROWS sums live in registers
 WARPS_PER_SM = 16  # programs wanted per multiprocessor before the columns stop being shared out
+OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}  # every fma is written out
 MIN_STEPS = 4  # a share of the columns is at least this many steps, or its reduction costs more than it hides
 
 
@@ -48,14 +49,12 @@ def gemv(x: Float[Tensor, "B K"], weight: tuple[Any, ...], n: int, read: Any) ->
         grid = (math.ceil(n / ROWS), shares)
         if shares == 1:
             kernels.gemv[grid](
-                rows, weight, y, n, groups, share, B=len(rows), ROWS=ROWS, read=read, num_warps=1
+                rows, weight, y, n, groups, share, B=len(rows), ROWS=ROWS, read=read, **OPTIONS
             )
             continue
         partial = torch.empty(shares, len(rows), n, dtype=torch.float32, device=x.device)
         kernels.gemv[grid](
-            rows, weight, partial, n, groups, share, B=len(rows), ROWS=ROWS, read=read, num_warps=1
+            rows, weight, partial, n, groups, share, B=len(rows), ROWS=ROWS, read=read, **OPTIONS
         )
-        kernels.add_shares[(math.ceil(y.numel() / 128),)](
-            partial, y, y.numel(), shares, BLOCK=128, num_warps=4
-        )
+        kernels.add_shares[(math.ceil(y.numel() / 32),)](partial, y, y.numel(), shares, BLOCK=32, **OPTIONS)
     return out

@@ -15,17 +15,17 @@
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define GNOMON_X86 1
-#ifdef GNOMON_SIMDE  // the test of the AVX-512 paths on machines that lack them: same code, emulated
-#include <simde/x86/avx512.h>
-#include <simde/x86/fma.h>
-#else
+#ifndef GNOMON_SIMDE  // a test runs the AVX-512 code on machines that lack it, on emulated intrinsics
 #include <immintrin.h>
 #endif
 #endif
 
 #define GNOMON_INLINE inline __attribute__((always_inline))
 #define GNOMON_PRAGMA(text) _Pragma(#text)
-#ifdef __clang__
+#if defined(GNOMON_SIMDE)
+#define GNOMON_TARGET(isa)
+#define GNOMON_TARGET_END
+#elif defined(__clang__)
 #define GNOMON_TARGET(isa) GNOMON_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
 #define GNOMON_TARGET_END GNOMON_PRAGMA(clang attribute pop)
 #else

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import UsageError
-from .. import native
+from .. import launch, native
 from ..choosing import Choice, chosen_once
 from ..tracing import is_plain
 from . import cpu, reference
@@ -28,9 +28,7 @@ def choice(device: str = "cpu", *, dtype: torch.dtype = torch.bfloat16, impl: st
 
 
 def _no_triton() -> str | None:
-    from . import triton
-
-    return triton.why_not("cuda")
+    return launch.why_not(torch.device("cuda"))
 
 
 def linear(x: Tensor, sm: Tensor, ex: Tensor, esc: Tensor, base: int, *, impl: str = "auto") -> Tensor:
@@ -67,7 +65,12 @@ def _linear(x: Tensor, sm: Tensor, ex: Tensor, esc: Tensor, base: int, impl: str
     return cpu.linear(x, sm, ex, esc, base, name)
 
 
-_linear_op = torch.library.custom_op("gnomon::nf12_linear", _linear, mutates_args=())
+_linear_op = torch.library.custom_op(
+    "gnomon::nf12_linear",
+    _linear,
+    mutates_args=(),
+    schema="(Tensor x, Tensor sm, Tensor ex, Tensor esc, int base, str impl) -> Tensor",
+)
 
 
 @_linear_op.register_fake
@@ -76,7 +79,14 @@ def _(x: Tensor, sm: Tensor, ex: Tensor, esc: Tensor, base: int, impl: str) -> T
 
 
 def decode(
-    sm: Tensor, ex: Tensor, esc: Tensor, base: int, columns: int, *, out: Tensor | None = None, impl: str = "auto"
+    sm: Tensor,
+    ex: Tensor,
+    esc: Tensor,
+    base: int,
+    columns: int,
+    *,
+    out: Tensor | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     """The matrix (N, columns), bit for bit.
 
@@ -115,7 +125,9 @@ def _decoded(
     if out is None:
         out = torch.empty(shape, dtype=torch.bfloat16, device=sm.device)
     elif tuple(out.shape) != shape or not out.is_contiguous() or out.device != sm.device:
-        raise UsageError(f"out has to be a contiguous {shape} on {sm.device}, not {tuple(out.shape)} on {out.device}.")
+        raise UsageError(
+            f"out has to be a contiguous {shape} on {sm.device}, not {tuple(out.shape)} on {out.device}."
+        )
     if out.device.type == "meta" or out.numel() == 0:
         return out
     name = choice(sm.device.type, dtype=torch.bfloat16, impl=impl).name
@@ -133,10 +145,14 @@ def _decoded(
 def _check(sm: Tensor, ex: Tensor, esc: Tensor, base: int) -> None:
     """What would make a kernel read outside the planes; contents are the validator's business."""
     if (sm.dtype, ex.dtype, esc.dtype) != (torch.uint8, torch.int32, torch.bfloat16):
-        raise UsageError(f"Planes have to be uint8, int32 and bfloat16, not {sm.dtype}, {ex.dtype}, {esc.dtype}.")
+        raise UsageError(
+            f"Planes have to be uint8, int32 and bfloat16, not {sm.dtype}, {ex.dtype}, {esc.dtype}."
+        )
     rows, padded = sm.shape
     if padded % 8 or ex.shape != (rows, padded // 8) or esc.shape[1:] != (8,):
-        raise UsageError(f"Planes of {tuple(sm.shape)}, {tuple(ex.shape)} and {tuple(esc.shape)} don't fit together.")
+        raise UsageError(
+            f"Planes of {tuple(sm.shape)}, {tuple(ex.shape)} and {tuple(esc.shape)} don't fit together."
+        )
     if not (sm.is_contiguous() and ex.is_contiguous() and esc.is_contiguous()):
         raise UsageError("Planes have to be contiguous.")
     if not 1 <= base <= 239:

@@ -68,6 +68,7 @@ def decode(
         PTX=_has_ptx(),
         UNROLL=UNROLL,
         num_warps=4,
+        enable_fp_fusion=False,
     )
     return out
 

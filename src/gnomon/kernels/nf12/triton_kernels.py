@@ -73,23 +73,22 @@ def unpack(ex, low, high, bases, PTX: tl.constexpr):
 
 
 @triton.jit
-def _read(weight, row, group, inside, groups, PTX: tl.constexpr):
-    sm, ex, esc, bases = weight
-    place = row * groups + group
+def read_group(sm, ex, esc, bases, place, inside, LANES: tl.constexpr, PTX: tl.constexpr):
+    """The (LANES, 4) words of the groups at these places, exceptions among them: no traffic where there is none."""
     word = tl.load(ex + place, mask=inside, other=1)  # not 0: nothing lies outside, so no exception either
     slot = tl.load(sm + place, mask=inside, other=0)
     low, high = slot.to(tl.int32), (slot >> 32).to(tl.int32)
     w0, w1, w2, w3 = unpack(word, low, high, bases, PTX)
-    escaped = word == 0
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [LANES, 4])
     index = low.to(tl.uint32, bitcast=True).to(tl.int64)
-    verbatim = tl.load(esc + index[:, None] * 4 + tl.arange(0, 4)[None, :], mask=escaped[:, None], other=0)
-    v0, v1, v2, v3 = four(verbatim)
-    return (
-        tl.where(escaped, v0, w0),
-        tl.where(escaped, v1, w1),
-        tl.where(escaped, v2, w2),
-        tl.where(escaped, v3, w3),
-    )
+    verbatim = esc + index[:, None] * 4 + tl.arange(0, 4)[None, :]
+    return tl.load(verbatim, mask=(word == 0)[:, None], other=words)
+
+
+@triton.jit
+def _read(weight, row, group, inside, groups, PTX: tl.constexpr):
+    sm, ex, esc, bases = weight
+    return four(read_group(sm, ex, esc, bases, row * groups + group, inside, 32, PTX))
 
 
 @triton.jit
@@ -128,15 +127,7 @@ def decode(
     for turn in tl.static_range(UNROLL):
         group = (tl.program_id(0).to(tl.int64) * UNROLL + turn) * 128 + tl.arange(0, 128)
         inside = group < count
-        word = tl.load(ex + group, mask=inside, other=1)
-        slot = tl.load(sm + group, mask=inside, other=0)
-        low, high = slot.to(tl.int32), (slot >> 32).to(tl.int32)
-        w0, w1, w2, w3 = unpack(word, low, high, bases, PTX)
-        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [128, 4])
-        escaped = (word == 0)[:, None]
-        index = low.to(tl.uint32, bitcast=True).to(tl.int64)
-        verbatim = tl.load(esc + index[:, None] * 4 + tl.arange(0, 4)[None, :], mask=escaped, other=0)
-        words = tl.where(escaped, verbatim, words)
+        words = read_group(sm, ex, esc, bases, group, inside, 128, PTX)
         if ALIGNED:
             tl.store(out + group[:, None] * 4 + tl.arange(0, 4)[None, :], words, mask=inside[:, None])
         else:
@@ -144,3 +135,21 @@ def decode(
             column = (group % groups)[:, None] * 8 + tl.arange(0, 8)[None, :]
             place = (group // groups)[:, None] * columns + column
             tl.store(out + place, halves, mask=inside[:, None] & (column < columns))
+
+
+@triton.jit
+def one_group(sm, ex, esc, bases, out, STAGE: tl.constexpr, PTX: tl.constexpr):
+    """One group per lane of one warp, for counting instructions: loads and stores, with the decode, or all of it."""
+    place = tl.program_id(0) * 32 + tl.arange(0, 32)
+    inside = place >= 0  # a mask that the compiler can't see through, as in the other kernels
+    if STAGE == "exceptions":
+        words = read_group(sm, ex, esc, bases, place, inside, 32, PTX)
+    else:
+        word = tl.load(ex + place, mask=inside, other=1)
+        slot = tl.load(sm + place, mask=inside, other=0)
+        low, high = slot.to(tl.int32), (slot >> 32).to(tl.int32)
+        w0, w1, w2, w3 = word, low, high, word
+        if STAGE == "decode":
+            w0, w1, w2, w3 = unpack(word, low, high, bases, PTX)
+        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [32, 4])
+    tl.store(out + place[:, None] * 4 + tl.arange(0, 4)[None, :], words)

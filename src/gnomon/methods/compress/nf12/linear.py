@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gnomon.core.errors import UsageError, unknown
-from gnomon.kernels.nf12.reference import linear as fused_linear
+from gnomon.kernels.nf12 import linear as fused_linear
 
 from .config import NF12Config
 from .tensor import NF12Tensor
@@ -78,7 +78,7 @@ class _Linear(torch.autograd.Function):
         ctx.w = w
         if not fused:
             return _multiply(x, w, bias)
-        y = fused_linear(x.reshape(-1, w.shape[1]), w.sm, w.ex, w.esc, w.base).view(*x.shape[:-1], w.shape[0])
+        y = fused_linear(x, w.sm, w.ex, w.esc, w.base)
         return y if bias is None else y + bias
 
     @staticmethod
@@ -123,20 +123,20 @@ def _product_dtype(x: Tensor) -> torch.dtype:
 
 
 class _Scratch(threading.local):
-    """One BF16 buffer a thread, as large as the largest matrix so far: fresh pages cost more than decoding.
+    """One buffer a thread, as large as the largest matrix so far: fresh pages cost more than decoding.
 
     CPU only. On a CUDA device the caching allocator does this and knows about streams.
     """
 
     buffer: Tensor | None = None
 
-    def take(self, shape: tuple[int, int]) -> Tensor:
-        size = shape[0] * shape[1]
+    def take(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        size = shape[0] * shape[1] * dtype.itemsize
         if self.buffer is None or len(self.buffer) < size:
             self.buffer = None  # free it before asking for more
             with torch.inference_mode(False):  # or it could not be written to outside of inference mode later
-                self.buffer = torch.empty(size, dtype=torch.bfloat16)
-        return self.buffer[:size].view(shape)
+                self.buffer = torch.empty(size, dtype=torch.uint8)
+        return self.buffer[:size].view(dtype).view(shape)
 
 
 _scratch = _Scratch()
@@ -149,9 +149,13 @@ def release_scratch() -> None:
 
 def _decoded(w: NF12Tensor, dtype: torch.dtype) -> Tensor:
     """The matrix in `dtype`, valid until this thread's next product."""
+    direct = dtype if dtype == torch.float32 else torch.bfloat16  # what decoding can write
     recorded = torch.is_grad_enabled()  # a double backward: autograd will keep what it sees
-    on_cpu = w.device.type == "cpu"
-    return w.decode(_scratch.take(w.shape) if on_cpu and not recorded else None).to(dtype)
+    if w.device.type == "cpu" and not recorded:
+        out = _scratch.take(w.shape, direct)
+    else:
+        out = torch.empty(w.shape, dtype=direct, device=w.device)
+    return w.decode(out).to(dtype)
 
 
 def _autocast(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

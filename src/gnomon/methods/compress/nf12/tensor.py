@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
-from jaxtyping import BFloat16, Int, Int32, UInt8
+from jaxtyping import BFloat16, Float, Int, Int32, UInt8
 from torch import Tensor
 
-from gnomon.core.errors import GnomonError, UsageError
+from gnomon.core.errors import GnomonError
+from gnomon.kernels import nf12 as kernels
 from gnomon.kernels.nf12.reference import GROUP
-from gnomon.kernels.nf12.reference import decode as decode_planes
 
 WINDOW = 16
 """Exponents that a nibble tells apart."""
@@ -55,35 +55,24 @@ class NF12Tensor:
     shape: tuple[int, int]
     """(N, K) of the matrix."""
 
-    def decode(self, out: BFloat16[Tensor, "N K"] | None = None) -> BFloat16[Tensor, "N K"]:
+    def decode(self, out: Float[Tensor, "N K"] | None = None) -> Float[Tensor, "N K"]:
         """The matrix, bit for bit.
 
         Args:
-            out: where to write it (and what is returned).
+            out: where to write it (and what is returned): contiguous, bfloat16 or float32, which is exact too.
 
         Raises:
-            UsageError: `out` has another shape, dtype or device.
+            UsageError: `out` has another shape or device.
         """
-        if out is not None and (out.shape, out.dtype, out.device) != (
-            self.shape,
-            torch.bfloat16,
-            self.device,
-        ):
-            raise UsageError(
-                f"out is {tuple(out.shape)} {out.dtype} on {out.device}; decoding writes {self.shape} "
-                f"torch.bfloat16 on {self.device}."
-            )
-        decoded = decode_planes(self.sm, self.ex, self.esc, self.base, self.shape[1])
-        return decoded if out is None else out.copy_(decoded)
+        return kernels.decode(self.sm, self.ex, self.esc, self.base, self.shape[1], out=out)
 
     def rows(self, index: Int[Tensor, "*batch"]) -> BFloat16[Tensor, "*batch K"]:
         """Some rows, decoded without the others (what an embedding needs).
 
-        Args:
-            index: int32 or int64, each in [0, N); outside it torch raises as for its own embedding.
+        Raises:
+            UsageError: an index outside [0, N).
         """
-        sm, ex = (plane.index_select(0, index.flatten()) for plane in (self.sm, self.ex))
-        some = decode_planes(sm, ex, self.esc, self.base, self.shape[1])
+        some = kernels.decode_rows(index.flatten(), self.sm, self.ex, self.esc, self.base, self.shape[1])
         return some.view(*index.shape, self.shape[1])
 
     def to(self, device: torch.device | str) -> NF12Tensor:
