@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ def test_an_index_that_points_elsewhere(folder: Path, places: Any, message: str)
 
 def test_a_tensor_in_two_shards_is_refused(folder: Path) -> None:
     save_file({"a": torch.ones(1), "c": torch.ones(1)}, folder / "two.safetensors")
-    with pytest.raises(GnomonError, match="'a' lies in one.safetensors and again in two.safetensors"):
+    with pytest.raises(GnomonError, match=r"'a' lies in one.safetensors and again in two.safetensors"):
         open_checkpoint(folder)
 
 
@@ -104,7 +103,7 @@ def test_links_inside_and_of_the_hub_cache_are_followed(folder: Path, tmp_path: 
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     for file in folder.iterdir():
-        os.rename(file, blobs / file.name)
+        file.rename(blobs / file.name)
         (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
     assert open_checkpoint(snapshot).entries.keys() == {"a", "b", "c"}
     (snapshot / "x.txt").symlink_to(Path("config.json"))
@@ -133,7 +132,7 @@ def test_what_is_missing_is_named(folder: Path) -> None:
     with pytest.raises(GnomonError, match=r"neither model.safetensors nor .* pickle are never opened"):
         open_checkpoint(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(GnomonError, match="holds no config.json"):
+    with pytest.raises(GnomonError, match=r"holds no config.json"):
         open_checkpoint(folder)
 
 
@@ -146,7 +145,14 @@ def test_huge_json_is_not_read(folder: Path) -> None:
 
 def test_companions_are_what_belongs_to_the_model(folder: Path, tmp_path: Path) -> None:
     kept = ["tokenizer.json", "chat_template.jinja", "generation_config.json", "LICENSE", "merges.txt"]
-    left = ["gnomon.json", "optimizer.pt", "rng_state.pth", "model.gguf", "pytorch_model.bin.index.json", ".env"]
+    left = [
+        "gnomon.json",
+        "optimizer.pt",
+        "rng_state.pth",
+        "model.gguf",
+        "pytorch_model.bin.index.json",
+        ".env",
+    ]
     for name in kept + left:
         (folder / name).write_text(name)
     (folder / "additional_chat_templates").mkdir()

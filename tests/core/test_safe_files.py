@@ -19,7 +19,10 @@ METADATA = {"format": "pt", "note": "ü"}
 
 def examples() -> dict[str, torch.Tensor]:
     tensors = {
-        f"of_{code}": torch.arange(6, dtype=torch.uint8).repeat(8)[: 6 * dtype.itemsize].view(dtype).view(2, 3)
+        f"of_{code}": torch.arange(6, dtype=torch.uint8)
+        .repeat(8)[: 6 * dtype.itemsize]
+        .view(dtype)
+        .view(2, 3)
         for code, dtype in DTYPES.items()
         if code not in ("BOOL", "C64")
     }

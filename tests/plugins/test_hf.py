@@ -219,9 +219,7 @@ def edit(folder: Path, **changes: Any) -> None:
         ({"gnomon_weights": "model.safetensors"}, "gnomon_weights is 'model.safetensors', but must be"),
     ],
 )
-def test_hostile_configurations_are_refused(
-    changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_hostile_configurations_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     _, _, folder = stored(tmp_path)
     edit(folder, **changes)
     with pytest.raises(GnomonError, match=message):

@@ -13,7 +13,9 @@ from family_models import tiny_family
 import gnomon
 from gnomon.core.tiny import byte_tokenizer
 
-AUTO = "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, pipeline\n"
+AUTO = (
+    "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, pipeline\n"
+)
 LOAD = "import torch; torch.set_num_threads(1)\n"
 IDS = "torch.arange(3, 11)[None]"
 
@@ -59,7 +61,7 @@ def test_without_the_import_nothing_loads(folders: Path) -> None:
 
 def test_with_the_import_everything_loads(folders: Path) -> None:
     code = (
-        "import sys, gnomon.hf\n"
+        "import sys, gnomon.hf; from transformers import pipeline\n"
         f"ids = {IDS}\n"
         "models = [AutoModelForCausalLM.from_pretrained(path) for path in sys.argv[1:]]\n"
         "print([torch.equal(model(ids).logits, models[0](ids).logits) for model in models])\n"
@@ -80,13 +82,14 @@ def test_with_the_import_everything_loads(folders: Path) -> None:
 
 
 def test_gnomons_own_loader_imports_it_by_itself(folders: Path) -> None:
+    (folders / "text.txt").write_text("The gnomon stands still; the shadow moves. " * 4)
     code = (
         "import sys; from gnomon.core.models import load; import gnomon\n"
         "print(type(load(sys.argv[1]).model.lm_head).__name__)\n"
-        "found = gnomon.eval(sys.argv[1], against=sys.argv[2], text='stdlib', window=32, max_tokens=64)\n"
+        "found = gnomon.eval(sys.argv[1], against=sys.argv[2], text=sys.argv[3], window=32)\n"
         "print(found.kl, found.agreement, found.model.parameters == found.against.parameters)\n"
         "print(found.model.weight_bytes < found.against.weight_bytes)"
     )
-    done = fresh(code, *(str(folders / name) for name in ("nf12", "plain")))
+    done = fresh(code, *(str(folders / name) for name in ("nf12", "plain", "text.txt")))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["NF12Linear", "0.0 1.0 True", "True"]

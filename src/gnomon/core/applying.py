@@ -14,6 +14,7 @@ Not here: the streaming itself (`core.converting`), methods by name and their op
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from .errors import UsageError
 from .files import require_space, write_atomic, written_folder
 from .forms import PLAIN, Form, Weights, combined, digest
 from .manifest import Digest, Manifest, Step, find_manifest
-from .targets import existing_parent, require_target, written_file
+from .refs import portable
+from .targets import alone, existing_parent, require_target, written_file
 
 SLACK = 16_000_000
 """Bytes asked of the disk beyond the weights: headers, index, `gnomon.json`."""
@@ -68,6 +70,7 @@ class ModelMethod:
 
 
 Method = TensorMethod | ModelMethod
+Digests = Mapping[str, Digest]
 
 
 @dataclass(frozen=True)
@@ -157,32 +160,24 @@ def apply_method(
     weights = Weights(source.checkpoint, source.form or PLAIN, manifest.tensors if manifest else {})
     before = manifest.steps if manifest else ()
 
-    def steps(own: Mapping[str, Digest]) -> tuple[Step, ...]:
-        step = Step(method.name, dataclasses.asdict(settings), source.name, combined(own), __version__)
+    def steps(own: Digests) -> tuple[Step, ...]:
+        step = Step(method.name, recorded(settings), source.name, combined(own), __version__)
         return (*before, step)
 
     if isinstance(method, TensorMethod):
         convert = method.prepare(source.checkpoint, settings)
         _require_space(out, weights.nbytes, source)
-        with written_folder(out, force=True) as folder:
+        with alone(out), written_folder(out, force=True) as folder:
             done = write_converted(source.checkpoint, weights, convert, method.form, folder, progress)
             write_config(source.checkpoint, weights.form, method.form, folder)
             _finish(folder, source, Manifest(method.form.name, steps(done.own), done.result))
     else:
         _require_space(out, int(weights.nbytes * method.growth), source)
-        own = {name: digest(weights.read(name)) for name in weights.groups}
-        if method.gives == "file":
-            with written_file(out) as file:
-                method.run(source, file, settings)
-                done = Converted(own, {}, file.stat().st_size, 0)
-        else:
-            with written_folder(out, force=True) as folder:
-                method.run(source, folder, settings)
-                result = open_checkpoint(folder)
-                new = {name: digest(entry.read()) for name, entry in result.entries.items()}
-                changed = sum(new.get(name) != one for name, one in own.items())
-                done = Converted(own, new, result.nbytes, changed)
-                _finish(folder, source, Manifest(PLAIN.name, steps(own), new))
+        with alone(out):
+            own = {name: digest(weights.read(name)) for name in weights.groups}
+            done = (_run_to_file if to_file else _run_to_folder)(
+                method, source, out, settings, own, steps(own)
+            )
     return Applied(
         out=out,
         steps=steps(done.own),
@@ -193,6 +188,38 @@ def apply_method(
         converted=done.converted,
         seconds=time.perf_counter() - began,
     )
+
+
+def recorded(settings: Any) -> dict[str, Any]:
+    """Settings as JSON values; a file or folder by its name and content, never by its path."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return [plain(one) for one in value]
+        if isinstance(value, Path) or (isinstance(value, str) and ("/" in value or os.sep in value)):
+            return portable(str(value))
+        return value
+
+    return {field.name: plain(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
+
+
+def _run_to_file(
+    method: ModelMethod, source: Source, out: Path, settings: Any, own: Digests, steps: tuple[Step, ...]
+) -> Converted:
+    with written_file(out) as file:
+        method.run(source, file, settings)
+        return Converted(own, {}, file.stat().st_size, 0)
+
+
+def _run_to_folder(
+    method: ModelMethod, source: Source, out: Path, settings: Any, own: Digests, steps: tuple[Step, ...]
+) -> Converted:
+    with written_folder(out, force=True) as folder:
+        method.run(source, folder, settings)
+        written = open_checkpoint(folder)
+        new = {name: digest(entry.read()) for name, entry in written.entries.items()}
+        _finish(folder, source, Manifest(PLAIN.name, steps, new))
+    return Converted(own, new, written.nbytes, sum(new.get(name) != one for name, one in own.items()))
 
 
 def require_chain(method: Method, source: Source) -> None:

@@ -15,7 +15,7 @@ from .errors import GnomonError
 from .files import write_atomic
 from .forms import PLAIN, Form, Weights, digest
 from .manifest import Digest
-from .safe_files import header_room, writing
+from .safe_files import Writer, header_room, writing
 
 Convert = Callable[[str, Tensor], Mapping[str, Tensor] | None]
 """One of the model's own tensors -> what is stored for it; None keeps it as it is."""
@@ -55,22 +55,26 @@ def write_converted(
     names = _shard_names(checkpoint, form)
     own, result, places = dict[str, Digest](), dict[str, Digest](), dict[str, str]()
     nbytes = converted = 0
-    for shard, name, tensors in zip(checkpoint.shards, names, weights.shards, strict=True):
+
+    def write_one(name: str, writer: Writer) -> int:
+        """1 if the tensor was converted. A function, so that nothing of it outlives its turn."""
+        tensor = weights.read(name)
+        own[name] = digest(tensor)
+        changed = convert(name, tensor)
+        stored = {name: tensor} if changed is None else changed
+        result.update({name: own[name]} if form is not PLAIN else digests(stored))
+        for part, value in stored.items():
+            places[part] = file
+            writer.add(part, value)
+        return int(changed is not None or weights.entry(name) is None)
+
+    for shard, file, tensors in zip(checkpoint.shards, names, weights.shards, strict=True):
         inherited = {key: text for key, text in shard.metadata.items() if key not in weights.form.metadata}
         room = header_room(dict.fromkeys(tensors, form.parts))
-        with writing(folder / name, room, {**inherited, **form.metadata}) as file:
-            for tensor_name in _ordered(weights, tensors):
-                tensor = weights.read(tensor_name)
-                own[tensor_name] = digest(tensor)
-                stored = convert(tensor_name, tensor)
-                converted += stored is not None or weights.entry(tensor_name) is None
-                stored = {tensor_name: tensor} if stored is None else stored
-                result |= {tensor_name: own[tensor_name]} if form is not PLAIN else digests(stored)
-                places |= dict.fromkeys(stored, name)
-                for part, value in stored.items():
-                    file.add(part, value)
-        nbytes += file.position
-        progress(f"{name}: {len(tensors)} tensors, {file.position / 1e6:,.1f} MB")
+        with writing(folder / file, room, {**inherited, **form.metadata}) as writer:
+            converted += sum(write_one(name, writer) for name in _ordered(weights, tensors))
+        nbytes += writer.position
+        progress(f"{file}: {len(tensors)} tensors, {writer.position / 1e6:,.1f} MB")
     if not converted and form is not PLAIN:
         raise GnomonError(
             f"None of the {len(own)} tensors would become smaller as {form.name}, so nothing was written. The model "

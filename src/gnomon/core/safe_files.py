@@ -133,13 +133,13 @@ def read_header(path: Path) -> Header:
 
 def _entry(path: Path, name: str, value: Any, start: int) -> tuple[Entry, int]:
     """An entry and the byte after its last one."""
-    if not isinstance(value, dict) or value.get("dtype") not in DTYPES:
-        kind = value.get("dtype") if isinstance(value, dict) else value
+    kind = value.get("dtype") if isinstance(value, dict) else value
+    if not isinstance(kind, str) or kind not in DTYPES:
         raise damaged(path, f"{name!r} has the unknown dtype {kind!r}")
     shape, offsets = value.get("shape"), value.get("data_offsets")
     if not is_sizes(shape) or not is_sizes(offsets) or len(offsets) != 2:
         raise damaged(path, f"shape or offsets of {name!r} are no lists of sizes")
-    entry = Entry(name, value["dtype"], tuple(shape), path, start + offsets[0])
+    entry = Entry(name, kind, tuple(shape), path, start + offsets[0])
     if offsets[1] - offsets[0] != entry.nbytes:
         raise damaged(path, f"{name!r} has shape {shape} in {entry.dtype} but offsets {offsets}")
     return entry, start + offsets[1]

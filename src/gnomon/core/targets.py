@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from .checkpoints import CONFIG, MANIFEST
 from .errors import UsageError
@@ -58,6 +61,28 @@ def _is_model(folder: Path) -> bool:
 def existing_parent(path: Path) -> Path:
     """The nearest folder above `path` that exists: its disk is where `path` will lie."""
     return next(parent for parent in path.parents if parent.is_dir())
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Be the only writer of `out`, and clear away what a killed one left half-written beside it.
+
+    Raises:
+        UsageError: if another process is writing it now.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out.parent / f".{out.name}.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UsageError(f"Another process is writing {out}. Wait for it, or choose another name.") from None
+    try:
+        for leftover in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
+            shutil.rmtree(leftover)
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 @contextmanager

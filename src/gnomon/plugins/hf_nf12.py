@@ -135,11 +135,15 @@ class NF12Quantizer(HfQuantizer):  # type: ignore[misc]
         self._waiting = []
         for name, parameter in model.named_parameters():
             wanted = self._dtypes.get(name, parameter.dtype)
-            if torch.promote_types(wanted, parameter.dtype) == wanted:  # the loader leaves renamed ones narrow
+            if (
+                torch.promote_types(wanted, parameter.dtype) == wanted
+            ):  # the loader leaves renamed ones narrow
                 parameter.data = parameter.data.to(wanted)
         for name, module in model.named_modules():
             if isinstance(module, NF12ScaledEmbedding) and isinstance(module.embed_scale, torch.Tensor):
-                module.embed_scale.fill_(module.scalar)  # not stored, and Transformers can't know how to fill it
+                module.embed_scale.fill_(
+                    module.scalar
+                )  # not stored, and Transformers can't know how to fill it
             if isinstance(module, NF12Weight):
                 try:
                     module.tensor.validate()
