@@ -115,6 +115,7 @@ def test_the_scratch_buffer_is_reused_grows_and_is_given_back() -> None:
     with torch.inference_mode():
         first = linear(x, small, mode="buffered")  # a buffer made here must serve outside as well
     kept = LINEAR._scratch.buffer
+    assert not LINEAR._scratch.buffer.is_inference()
     assert torch.equal(linear(x, small, mode="buffered"), first)
     assert LINEAR._scratch.buffer is kept
     y = linear(inputs(9, 60, dtype=torch.bfloat16), large, mode="buffered")
@@ -124,6 +125,18 @@ def test_the_scratch_buffer_is_reused_grows_and_is_given_back() -> None:
     assert torch.equal(y, before)  # results never live in the buffer
     release_scratch()
     assert LINEAR._scratch.buffer is None
+
+
+def test_a_second_derivative_keeps_the_matrix_it_needs() -> None:
+    """Other products decode in between, into the same buffer; also in float32, which is multiplied from there."""
+    w, t = weight(5, 11), encode(weight(5, 11))
+    x = inputs(3, 11, dtype=torch.float32).requires_grad_()
+    second = []
+    for product in (lambda: linear(x, t, mode="buffered"), lambda: F.linear(x, w.float())):
+        (first,) = torch.autograd.grad(product().pow(3).sum(), x, create_graph=True)
+        linear(inputs(3, 11, dtype=torch.float32), encode(-w), mode="buffered")
+        second.append(torch.autograd.grad(first.square().sum(), x)[0])
+    torch.testing.assert_close(*second)
 
 
 def test_refusals() -> None:

@@ -4,7 +4,7 @@ Paper: "NyoomFloat12 (NF12)", NeurIPS 2026; workshop version "NyoomFloat12: Loss
        Post-Training Inference", ICLR 2026 workshop SPOT, OpenReview yYFj1E1mSZ.
 Here:  the format: `encode`, :class:`NF12Tensor`, statistics (`Patterns`), names and checks of stored files
        (`pack`, `unpack`, `inspect`); its use: `linear`, layers on planes, and `compress_model`, which puts them
-       into a model in memory.
+       into a model in memory; `save_nf12` and `load_nf12`.
 Not here: the kernels (`gnomon.kernels.nf12`), converted checkpoints (`gnomon apply nf12`), the study.
 Inferred: the byte layout, called planes-v1. Only the abstracts were available; the layout fits each of their
        statements and is no other implementation's.
@@ -27,6 +27,7 @@ from .config import NF12Config
 from .container import METADATA, Contents, Meta, choose, inspect, is_plane, pack, unpack
 from .encode import Plan, encode, plan
 from .entropy import Entropy, Patterns, gaussian_exceptions, gaussian_in_window, huffman_lengths
+from .folders import load_nf12, save_nf12
 from .linear import linear, linear_transposed, release_scratch
 from .model import compress_model, decompress_model, install
 from .modules import NF12Conv1D, NF12Embedding, NF12Linear, NF12ScaledEmbedding, NF12Weight
@@ -59,8 +60,10 @@ __all__ = [
     "is_plane",
     "linear",
     "linear_transposed",
+    "load_nf12",
     "pack",
     "plan",
     "release_scratch",
+    "save_nf12",
     "unpack",
 ]

@@ -284,11 +284,12 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 def _guard_saving(model: nn.Module) -> None:
     """Transformers would save planes under a plain config, and later fill the layers with random weights."""
     if hasattr(model, "save_pretrained"):
-        vars(model)["save_pretrained"] = _refuse_to_save
+        vars(model)["save_pretrained"] = refuse_to_save
 
 
-def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
+def refuse_to_save(*_: Any, **__: Any) -> NoReturn:
+    """Stands in for `save_pretrained` of a model compressed in memory."""
     raise UsageError(
         "save_pretrained can't write a model compressed in memory: plain Transformers would load it with random "
-        "weights. Convert the checkpoint with `gnomon apply nf12`, or call decompress_model first."
+        "weights. Call nf12.save_nf12(model, folder), or decompress_model first."
     )
