@@ -33,7 +33,10 @@ setup(
     ext_modules=[
         Extension(
             "gnomon.kernels._native",
-            sources=sorted(str(p.relative_to(Path(__file__).parent)) for p in (Path(__file__).parent / KERNELS).rglob("*.cpp")),
+            sources=sorted(
+                str(p.relative_to(Path(__file__).parent))
+                for p in (Path(__file__).parent / KERNELS).rglob("*.cpp")
+            ),
             depends=sorted(str(p) for p in KERNELS.rglob("*.[hi]*")),
             define_macros=[("GNOMON_SOURCES", f'"{sources_digest()}"')],
             extra_compile_args=flags,

@@ -46,7 +46,10 @@ def test_without_a_library_the_reference_runs_and_says_why() -> None:
 def test_first_usable_one_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "why_not", lambda isa: None if isa in ("avx2", "scalar") else f"lacks {isa}")
     choice = choosing.choose("k", "cpu", "auto", lambda: "no Triton")
-    assert (choice.name, choice.reason) == ("avx2", "no avx512_bf16: lacks avx512_bf16; no avx512: lacks avx512")
+    assert (choice.name, choice.reason) == (
+        "avx2",
+        "no avx512_bf16: lacks avx512_bf16; no avx512: lacks avx512",
+    )
     assert choosing.choose("k", "cpu", "auto", lambda: None, lacks=("avx2",)).name == "scalar"
     assert choosing.choose("k", "cuda", "auto", lambda: None) == choosing.Choice("triton", "fastest")
     without = choosing.choose("k", "cuda", "auto", lambda: "no Triton")
@@ -89,7 +92,8 @@ def in_a_process(code: str, **environment: str) -> str:
 def test_one_openmp_runtime_is_mapped() -> None:
     code = (
         "from gnomon.kernels import bf16; import torch; bf16.linear(torch.ones(1, 8), torch.ones(4, 8).bfloat16());"
-        "print(len({l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l or 'libiomp' in l or 'libomp' in l}))"
+        "maps = [line.split()[-1] for line in open('/proc/self/maps')];"
+        "print(len({m for m in maps if any(n in m for n in ('libgomp', 'libiomp', 'libomp'))}))"
     )
     assert in_a_process(code) == "1"
 

@@ -58,7 +58,9 @@ def check_decoding(isa: str) -> None:
             assert torch.equal(wide, w.float())
             if rows:
                 some = torch.tensor([rows - 1, 0, rows // 2])
-                assert torch.equal(bits(nf12.decode_rows(some, *planes, 108, columns, impl=isa)), bits(w[some]))
+                assert torch.equal(
+                    bits(nf12.decode_rows(some, *planes, 108, columns, impl=isa)), bits(w[some])
+                )
     large = gaussian(1024, 8192)  # 16 MiB: written past the caches
     assert torch.equal(bits(nf12.decode(*encode(large, 108), 108, 8192, impl=isa)), bits(large))
 
@@ -107,7 +109,9 @@ def test_wrong_planes_give_other_results(isa: str) -> None:
 def test_an_index_past_the_escapes_reads_the_last_one(isa: str) -> None:
     w = torch.zeros(4, 64, dtype=torch.bfloat16)
     sm, ex, esc = encode(w, 108)
-    sm.view(4, 8, 8)[:, :, :4] = 255  # index 4,294,967,295 of 32: a validator refuses it, the kernel survives it
+    sm.view(4, 8, 8)[:, :, :4] = (
+        255  # index 4,294,967,295 of 32: a validator refuses it, the kernel survives it
+    )
     assert torch.equal(nf12.decode(sm, ex, esc, 108, 64, impl=isa), w)
     assert not nf12.linear(torch.ones(1, 64, dtype=torch.bfloat16), sm, ex, esc, 108, impl=isa).any()
 
@@ -176,7 +180,7 @@ def test_meta_and_compiled_tensors_go_through_the_operator() -> None:
 def test_a_gradient_is_refused_rather_than_lost() -> None:
     x = torch.randn(1, 100, requires_grad=True)
     y = nf12.linear(x, *encode(gaussian(16, 100), 108), 108)
-    with pytest.raises(RuntimeError, match="backward|autograd"):
+    with pytest.raises(RuntimeError, match=r"backward|autograd"):
         y.sum().backward()
 
 
@@ -189,7 +193,15 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = Path(native.__file__).parent
     sources = [folder / name for name in ("library.cpp", "nf12/nf12.cpp", "bf16/bf16.cpp")]
     target = tmp_path / "emulated.so"
-    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-include", str(Path(__file__).parent / "emulate.hpp")]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-shared",
+        "-fPIC",
+        "-include",
+        str(Path(__file__).parent / "emulate.hpp"),
+    ]
     subprocess.run([compiler, *flags, "-o", str(target), *map(str, sources)], check=True)
     monkeypatch.setattr(native, "_opened", lambda: (ctypes.CDLL(str(target)), ""))
     native.why_not.cache_clear()

@@ -20,6 +20,8 @@ from gnomon.core.errors import GnomonError, UsageError
 from gnomon.methods.compress.nf12 import NF12Embedding, NF12Linear, NF12Weight
 from gnomon.plugins.hf_nf12 import NF12QuantizationConfig
 
+pytestmark = pytest.mark.usefixtures("torch_products")
+
 torch.set_num_threads(1)
 
 IDS = torch.arange(3, 11)[None]  # eight rows: beyond what a layer multiplies straight from the planes

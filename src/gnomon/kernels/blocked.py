@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_BYTES", "blocked_linear", "has_bfloat16_products", "rows_per_block"]
+__all__ = ["BLOCK_BYTES", "blocked_linear", "fused_rows", "has_bfloat16_products", "rows_per_block"]
 
 BLOCK_BYTES = 1 << 18
 """Of a widened block: half of a small level-2 cache, so that x and results fit beside it."""
@@ -26,6 +26,15 @@ BLOCK_BYTES = 1 << 18
 def has_bfloat16_products() -> bool:
     """Whether torch multiplies bfloat16 matrices on this CPU with instructions made for it."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def fused_rows() -> int:
+    """Rows of x up to which the matrix-vector kernels are the faster ones on this CPU.
+
+    The card's 4 where bfloat16 products have instructions; without them the kernels stay ahead of torch's
+    products up to some 24 rows (AVX2, 4096 x 4096; `benchmarks/nf12.py` prints the crossing).
+    """
+    return 4 if has_bfloat16_products() else 16
 
 
 def rows_per_block(columns: int, dtype: torch.dtype) -> int:

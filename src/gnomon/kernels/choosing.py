@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from ..core.errors import UsageError, unknown
 from . import native
 
@@ -62,6 +64,13 @@ def choose(kernel: str, device: str, impl: str, triton: WhyNot, *, lacks: tuple[
             return Choice(name, "; ".join(skipped.values()) or "fastest")
         skipped.setdefault(reason, f"no {name}: {reason}")
     raise AssertionError("the reference always runs")
+
+
+def lacking(dtype: torch.dtype) -> tuple[str, ...]:
+    """Instruction sets for which the matrix-vector kernels have no code for an x of this dtype."""
+    if dtype not in native.DTYPES:
+        return native.ISAS
+    return () if dtype == torch.bfloat16 else ("avx512_bf16",)
 
 
 chosen_once = functools.lru_cache(maxsize=None)(choose)

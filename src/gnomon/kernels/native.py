@@ -18,6 +18,15 @@ from torch import Tensor
 
 __all__ = ["DTYPES", "ISAS", "library", "pointer", "problem", "why_not"]
 
+_P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_SIGNATURES = {  # of the functions called at every token, so that plain integers do as arguments
+    "gnomon_bf16_linear": (_I, _I, _P, _N, _N, _I, _P, _N, _N, _P),
+    "gnomon_nf12_linear": (_I, _I, _P, _N, _N, _I, _P, _P, _P, _N, _N, _N, _I, _P),
+    "gnomon_read": (_I, _P, _N),
+    "gnomon_copy": (_I, _P, _P, _N),
+    "gnomon_nf12_decode": (_I, _I, _P, _P, _P, _N, _N, _N, _I, _P, _N, _N, _P, _I),
+}
+
 ISAS = ("scalar", "avx2", "avx512", "avx512_bf16")
 """Instruction sets of the C++ kernels, slowest first; their positions are the ABI's numbers."""
 
@@ -66,6 +75,8 @@ def checked(opened: ctypes.CDLL) -> ctypes.CDLL:
     opened.gnomon_sources.restype = ctypes.c_char_p
     if opened.gnomon_sources().decode() != sources_digest():
         raise OSError("it was built from other sources than these")
+    for name, arguments in _SIGNATURES.items():
+        getattr(opened, name).argtypes = arguments
     return opened
 
 

@@ -57,19 +57,35 @@ def test_float16_is_multiplied_in_float32() -> None:
         assert torch.equal(y, F.linear(x.float(), w.float()).half())
 
 
-def test_auto_chooses_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    real = LINEAR.fused_linear
-    monkeypatch.setattr(
-        LINEAR, "fused_linear", lambda x, *rest: calls.append(x.numel() // 45) or real(x, *rest)
-    )
+@pytest.mark.parametrize(("products", "many"), [(True, "buffered"), (False, "blocked")])
+def test_auto_chooses_by_rows(monkeypatch: pytest.MonkeyPatch, products: bool, many: str) -> None:
+    """Few rows straight from the planes; more of them in blocks where the processor has no bfloat16 product."""
+    calls: list[str] = []
+    real = LINEAR._product
+    monkeypatch.setattr(LINEAR, "_product", lambda *a: calls.append(a[-1]) or real(*a))
+    monkeypatch.setattr(LINEAR, "has_bfloat16_products", lambda: products)
+    monkeypatch.setattr(LINEAR, "fused_rows", lambda: 4)
     t = encode(weight())
-    for rows in (1, 4, 5):
-        linear(inputs(rows, 45, dtype=torch.float32), t)
-    linear(inputs(2, 2, 45, dtype=torch.float32), t)
-    assert calls == [1, 4, 4]
-    linear(inputs(5, 45, dtype=torch.float32), t, config=NF12Config(fused_rows_cpu=5))
-    assert calls == [1, 4, 4, 5]
+    for shape in ((1,), (4,), (2, 2), (5,)):
+        linear(inputs(*shape, 45, dtype=torch.bfloat16), t)
+    assert calls == ["fused", "fused", "fused", many]
+    linear(inputs(5, 45, dtype=torch.bfloat16), t, config=NF12Config(fused_rows_cpu=5))
+    assert calls[-1] == "fused"
+    linear(inputs(5, 45, dtype=torch.float32), t)  # widening the whole matrix would not pay
+    assert calls[-1] == "blocked"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_equal_bits_to_the_plain_layer(rows: int, dtype: torch.dtype) -> None:
+    """NF12 changes where weights come from, not what is computed: `BF16Linear` is the same sums."""
+    from gnomon.kernels.bf16.module import BF16Linear
+
+    w = weight(300, 1001)
+    plain = torch.nn.Linear(1001, 300, bias=False, dtype=torch.bfloat16)
+    plain.weight = torch.nn.Parameter(w, requires_grad=False)
+    x = inputs(rows, 1001, dtype=dtype)
+    assert torch.equal(linear(x, encode(w)), BF16Linear.of(plain)(x))
 
 
 @pytest.mark.parametrize("mode", ["fused", "buffered"])

@@ -30,6 +30,8 @@ from gnomon.methods.compress.nf12 import (
     pack,
 )
 
+pytestmark = pytest.mark.usefixtures("torch_products")
+
 EVERYTHING = NF12Config(min_elements=0, raw_share=1.0, fused_rows_cpu=0)
 """Tiny matrices too, and always the product that torch makes."""
 TOKENS = torch.randint(3, 39, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...core.errors import UsageError
 from .. import launch, native
-from ..choosing import Choice, chosen_once
+from ..choosing import Choice, chosen_once, lacking
 from ..tracing import is_plain
 from . import cpu, reference
 
@@ -20,10 +20,7 @@ __all__ = ["choice", "linear"]  # the layer is in `module`
 
 def choice(device: str = "cpu", *, dtype: torch.dtype = torch.bfloat16, impl: str = "auto") -> Choice:
     """What `linear` runs for an x of this dtype on such a device, and why."""
-    lacks = () if dtype == torch.bfloat16 else ("avx512_bf16",)
-    if dtype not in native.DTYPES:
-        lacks = native.ISAS
-    return chosen_once("bf16", device, impl, _no_triton, lacks=lacks)
+    return chosen_once("bf16", device, impl, _no_triton, lacks=lacking(dtype))
 
 
 def _no_triton() -> str | None:
@@ -37,12 +34,19 @@ def linear(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor:
         UsageError: a weight that isn't bfloat16 with dense rows, an x of another width or device.
     """
     if weight.dtype != torch.bfloat16 or weight.dim() != 2 or weight.stride(1) != 1:
-        raise UsageError(f"weight has to be a bfloat16 matrix with dense rows, not {weight.dtype} {weight.stride()}.")
+        raise UsageError(
+            f"weight has to be a bfloat16 matrix with dense rows, not {weight.dtype} {weight.stride()}."
+        )
     if x.shape[-1] != weight.shape[1] or x.device != weight.device:
-        raise UsageError(f"x {tuple(x.shape)} on {x.device} doesn't fit {tuple(weight.shape)} on {weight.device}.")
-    flat = x.reshape(-1, x.shape[-1])
-    run = _linear if is_plain(x) and not (weight.requires_grad and torch.is_grad_enabled()) else _linear_op
-    return run(flat, weight, impl).view(*x.shape[:-1], weight.shape[0])
+        raise UsageError(
+            f"x {tuple(x.shape)} on {x.device} doesn't fit {tuple(weight.shape)} on {weight.device}."
+        )
+    if is_plain(x) and not (weight.requires_grad and torch.is_grad_enabled()):
+        name = choice(x.device.type, dtype=x.dtype, impl=impl).name
+        if name in native.ISAS:
+            return cpu.linear(x, weight, name)
+    y: Tensor = _linear_op(x.reshape(-1, x.shape[-1]), weight, impl)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def _linear(x: Tensor, weight: Tensor, impl: str) -> Tensor:

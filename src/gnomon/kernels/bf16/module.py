@@ -16,13 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...core.errors import UsageError
-from ..blocked import blocked_linear, has_bfloat16_products
+from ..blocked import blocked_linear, fused_rows, has_bfloat16_products
 from . import linear
 
 __all__ = ["BF16Linear", "fast_linears"]
-
-FUSED_ROWS = 4
-"""Rows of x (batch x tokens) up to which the matrix-vector kernel is used: one pass over W serves four."""
 
 
 class BF16Linear(nn.Linear):
@@ -54,14 +51,12 @@ class BF16Linear(nn.Linear):
         if not ours or weight.dtype != torch.bfloat16:
             return F.linear(x, weight, self.bias)
         flat = x.reshape(-1, x.shape[-1])
-        if len(flat) <= FUSED_ROWS:
+        if len(flat) <= fused_rows():
             y = linear(flat, weight)
         elif x.dtype == torch.bfloat16 and has_bfloat16_products():
             return F.linear(x, weight, self.bias)
         else:
-            y = blocked_linear(
-                flat, weight.shape[0], lambda first, last, out: out.copy_(weight[first:last])
-            )
+            y = blocked_linear(flat, weight.shape[0], lambda first, last, out: out.copy_(weight[first:last]))
         y = y if self.bias is None else y + self.bias.to(y.dtype)
         return y.view(*x.shape[:-1], weight.shape[0])
 

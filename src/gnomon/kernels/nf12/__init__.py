@@ -12,19 +12,16 @@ from torch import Tensor
 
 from ...core.errors import UsageError
 from .. import launch, native
-from ..choosing import Choice, chosen_once
+from ..choosing import Choice, chosen_once, lacking
 from ..tracing import is_plain
 from . import cpu, reference
 
-__all__ = ["choice", "decode", "decode_rows", "linear"]
+__all__ = ["Prepared", "choice", "decode", "decode_rows", "linear"]
 
 
 def choice(device: str = "cpu", *, dtype: torch.dtype = torch.bfloat16, impl: str = "auto") -> Choice:
     """What `linear` runs for such an x, and why; `decode` takes the same with `dtype` that of its result."""
-    lacks = () if dtype == torch.bfloat16 else ("avx512_bf16",)
-    if dtype not in native.DTYPES:
-        lacks = native.ISAS
-    return chosen_once("nf12", device, impl, _no_triton, lacks=lacks)
+    return chosen_once("nf12", device, impl, _no_triton, lacks=lacking(dtype))
 
 
 def _no_triton() -> str | None:
@@ -62,7 +59,7 @@ def _linear(x: Tensor, sm: Tensor, ex: Tensor, esc: Tensor, base: int, impl: str
         from . import triton
 
         return triton.linear(x, sm, ex, esc, base)
-    return cpu.linear(x, sm, ex, esc, base, name)
+    return cpu.linear(x, x.shape[1], cpu.planes(sm, ex, esc, base), name)
 
 
 _linear_op = torch.library.custom_op(
@@ -76,6 +73,38 @@ _linear_op = torch.library.custom_op(
 @_linear_op.register_fake
 def _(x: Tensor, sm: Tensor, ex: Tensor, esc: Tensor, base: int, impl: str) -> Tensor:
     return x.new_empty(x.shape[0], sm.shape[0])
+
+
+class Prepared:
+    """A matrix whose planes were checked once, for a layer that multiplies by it at every token.
+
+    Holds the planes, and on a CPU their addresses: they must not be resized. A copy or an unpickled one looks
+    the addresses up anew.
+    """
+
+    __slots__ = ("arguments", "columns", "isa", "planes")
+
+    def __init__(self, sm: Tensor, ex: Tensor, esc: Tensor, base: int, columns: int) -> None:
+        """Args as for :func:`decode`.
+
+        Raises:
+            UsageError: planes that don't belong together.
+        """
+        _check(sm, ex, esc, base)
+        self.planes, self.columns = (sm, ex, esc, base), columns
+        self.arguments = cpu.planes(*self.planes) if sm.device.type == "cpu" else None
+        choices = {dtype: choice("cpu", dtype=dtype).name for dtype in native.DTYPES}
+        self.isa = {dtype: name for dtype, name in choices.items() if name in native.ISAS}
+
+    def __reduce__(self) -> tuple[type[Prepared], tuple[Tensor, Tensor, Tensor, int, int]]:
+        return Prepared, (*self.planes, self.columns)
+
+    def linear(self, x: Tensor) -> Tensor:
+        """:func:`linear` of this matrix."""
+        matrix, isa = self.arguments, self.isa.get(x.dtype)
+        if matrix and isa and x.shape[-1] == self.columns and x.device.type == "cpu" and is_plain(x):
+            return cpu.linear(x, self.columns, matrix, isa)
+        return linear(x, *self.planes)
 
 
 def decode(
@@ -132,7 +161,7 @@ def _decoded(
         return out
     name = choice(sm.device.type, dtype=torch.bfloat16, impl=impl).name
     if name in native.ISAS and out.dtype in native.DTYPES:
-        return cpu.decode(sm, ex, esc, base, rows, out, name)
+        return cpu.decode(cpu.planes(sm, ex, esc, base), rows, out, name)
     if rows is not None:
         sm, ex = sm[rows], ex[rows]
     if name == "triton" and out.dtype == torch.bfloat16:

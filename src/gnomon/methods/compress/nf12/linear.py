@@ -1,8 +1,10 @@
-"""Products with an NF12 matrix: straight from the planes (fused), or with the matrix decoded first (buffered).
+"""Products with an NF12 matrix: straight from the planes (fused), or decoded first, whole or in blocks.
 
 Fused reads 12 bits a weight and suits few rows of x, where reading weights is what takes the time. Buffered
 decodes to BF16 and leaves the product to torch, so its result is bit for bit that of the original matrix; for
-many rows the decoding is paid once. Gradients reach x and the bias, never the matrix.
+many rows the decoding is paid once. Blocked, on a CPU, decodes a few rows at a time into the cache and
+multiplies from there, in float32 where the processor has no bfloat16 product; its result is bit for bit that
+of `kernels.bf16.module.BF16Linear`. Gradients reach x and the bias, never the matrix.
 
 Shapes: rows = batch x tokens of x, K inputs, N outputs.
 """
@@ -18,12 +20,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gnomon.core.errors import UsageError, unknown
-from gnomon.kernels.nf12 import linear as fused_linear
+from gnomon.kernels.blocked import blocked_linear, fused_rows, has_bfloat16_products
 
 from .config import NF12Config
 from .tensor import NF12Tensor
 
-MODES = ("auto", "fused", "buffered")
+MODES = ("auto", "fused", "buffered", "blocked")
 
 
 def linear(
@@ -40,7 +42,9 @@ def linear(
         x: any floating dtype; float16 is multiplied in float32, because BF16 weights don't fit into it.
         w: (N, K).
         bias: dtype of x.
-        mode: "fused", "buffered", or "auto": fused for at most `config.fused_rows_cpu` (`_cuda`) rows.
+        mode: "fused", "buffered", "blocked" (CPU, no gradient), or "auto": fused for at most
+            `config.fused_rows_cpu` (`_cuda`) rows; blocked for more of them where it applies and the processor
+            has no bfloat16 product; else buffered.
         config: thresholds.
 
     Raises:
@@ -51,11 +55,42 @@ def linear(
     x, bias = _autocast(x, bias)
     _check_inputs(x, w.shape[1], w)
     rows = x.numel() // max(1, x.shape[-1])
-    limits = config or NF12Config()
-    limit = limits.fused_rows_cuda if x.is_cuda else limits.fused_rows_cpu
-    fused = mode == "fused" or (mode == "auto" and rows <= limit)
-    product: Tensor = _Linear.apply(x, bias, w, fused)  # type: ignore[no-untyped-call]
-    return product
+    limits = config or _DEFAULTS
+    if mode == "auto":
+        limit = limits.fused_rows_cuda if x.is_cuda else limits.fused_rows_cpu
+        limit = fused_rows() if limit is None else limit
+        mode = "fused" if rows <= limit else "blocked" if _blocks(x) else "buffered"
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        product: Tensor = _Linear.apply(x, bias, w, mode)  # type: ignore[no-untyped-call]
+        return product
+    return _product(x, bias, w, mode)
+
+
+_DEFAULTS = NF12Config()
+
+
+def _blocks(x: Tensor) -> bool:
+    """Whether blocks are the faster way for many rows: where torch multiplies bfloat16 without instructions
+    for it, or x is float32 and the matrix would have to be widened whole."""
+    return (
+        x.device.type == "cpu"
+        and (x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and not has_bfloat16_products()))
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _product(x: Tensor, bias: Tensor | None, w: NF12Tensor, mode: str) -> Tensor:
+    """Without gradients, whatever the mode."""
+    if mode == "fused" and x.dtype in (torch.bfloat16, torch.float32):
+        y = w.prepared.linear(x)
+        return y if bias is None else y + bias
+    with torch.no_grad():
+        if mode != "blocked" or x.dtype not in (torch.bfloat16, torch.float32):
+            return _multiply(x, w, bias)
+        if x.device.type != "cpu":
+            raise UsageError(f"mode='blocked' is for CPUs; x is on {x.device}. mode='auto' chooses.")
+        y = blocked_linear(x.reshape(-1, w.shape[1]), w.shape[0], w.decode_block)
+        return y.view(*x.shape[:-1], w.shape[0]) if bias is None else y.view(*x.shape[:-1], w.shape[0]) + bias
 
 
 def linear_transposed(
@@ -74,12 +109,9 @@ def linear_transposed(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, w: NF12Tensor, fused: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, w: NF12Tensor, mode: str) -> Tensor:
         ctx.w = w
-        if not fused:
-            return _multiply(x, w, bias)
-        y = fused_linear(x, w.sm, w.ex, w.esc, w.base)
-        return y if bias is None else y + bias
+        return _product(x, bias, w, mode)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -104,7 +136,7 @@ class _Transposed(torch.autograd.Function):
 
 
 def _multiply(x: Tensor, w: NF12Tensor, bias: Tensor | None) -> Tensor:
-    """Buffered x W^T + bias: the whole matrix is decoded, then one product. Row blocks would enter here."""
+    """Buffered x W^T + bias: the whole matrix is decoded, then one product."""
     wide = _product_dtype(x)
     return F.linear(x.to(wide), _decoded(w, wide), None if bias is None else bias.to(wide)).to(x.dtype)
 

@@ -53,10 +53,19 @@ class NF12Weight(nn.Module):
 
     @property
     def tensor(self) -> NF12Tensor:
-        """The matrix; shares the planes."""
-        return NF12Tensor(
-            self.nf12_sm, self.nf12_ex, self.nf12_esc, self.base, (self.shape[0], self.shape[1])
-        )
+        """The matrix; shares the planes. The same object until a plane is exchanged."""
+        held: NF12Tensor | None = self.__dict__.get("_tensor")
+        planes = self._buffers
+        if (
+            held is None
+            or held.sm is not planes["nf12_sm"]
+            or held.ex is not planes["nf12_ex"]
+            or held.esc is not planes["nf12_esc"]
+        ):
+            shape = (self.shape[0], self.shape[1])
+            held = NF12Tensor(self.nf12_sm, self.nf12_ex, self.nf12_esc, self.base, shape)
+            self.__dict__["_tensor"] = held
+        return held
 
     @property
     def dtype(self) -> torch.dtype:

@@ -5,6 +5,7 @@ Source: the NF12 card, "Layout planes-v1" and "Interface".     Shapes: N rows, K
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -65,6 +66,16 @@ class NF12Tensor:
             UsageError: `out` has another shape or device.
         """
         return kernels.decode(self.sm, self.ex, self.esc, self.base, self.shape[1], out=out)
+
+    def decode_block(self, first: int, last: int, out: Float[Tensor, "rows K"]) -> Float[Tensor, "rows K"]:
+        """Rows first … last - 1 into `out` (bfloat16 or float32)."""
+        part = slice(first, last)
+        return kernels.decode(self.sm[part], self.ex[part], self.esc, self.base, self.shape[1], out=out)
+
+    @functools.cached_property
+    def prepared(self) -> kernels.Prepared:
+        """The planes, checked once, for products at every token."""
+        return kernels.Prepared(self.sm, self.ex, self.esc, self.base, self.shape[1])
 
     def rows(self, index: Int[Tensor, "*batch"]) -> BFloat16[Tensor, "*batch K"]:
         """Some rows, decoded without the others (what an embedding needs).
