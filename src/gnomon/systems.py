@@ -110,6 +110,8 @@ SYSTEMS: tuple[System, ...] = (
         "NeurIPS 2026",
         "no arXiv id known",
         "Stores BF16 weights without loss in 12 bits of fixed length, decoded inside the matrix product.",
+        status="works",
+        study="gnomon.studies.nf12",
         apply=("nf12=gnomon.methods.compress.nf12.apply",),
     ),
     System(

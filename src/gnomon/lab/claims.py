@@ -51,6 +51,7 @@ __all__ = [
     "ShareOf",
     "ShareOfGap",
     "Tolerance",
+    "UpTo",
     "Withheld",
 ]
 
@@ -103,23 +104,28 @@ class Tolerance(_EachRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Count(_EachRecord):
-    """COUNT: every record equals a counted number, or is at least `minimum`."""
+    """COUNT: every record equals a counted number, is at least `minimum` or at most `maximum`."""
 
     equals: float | None = None
     minimum: float | None = None
+    maximum: float | None = None
 
     def __post_init__(self) -> None:
-        if (self.equals is None) == (self.minimum is None):
-            raise UsageError("Count takes either equals= or minimum=.")
+        if sum(limit is not None for limit in (self.equals, self.minimum, self.maximum)) != 1:
+            raise UsageError("Count takes one of equals=, minimum= and maximum=.")
 
     def measure(self, frame: pd.DataFrame) -> Judgement:
         values = self._values(frame)
-        right = values == self.equals if self.minimum is None else values >= self.minimum
+        if self.equals is not None:
+            right = values == self.equals
+        else:
+            right = values >= self.minimum if self.minimum is not None else values <= self.maximum
         return self._verdict(values, right, float(values[np.argmin(right)]))
 
     def describe(self) -> str:
-        number = f"equals {self.equals:,g}" if self.minimum is None else f"is at least {self.minimum:,g}"
-        return f"Every record of {self._arm()} {number}."
+        limits = {"equals": self.equals, "is at least": self.minimum, "is at most": self.maximum}
+        does, number = next((does, number) for does, number in limits.items() if number is not None)
+        return f"Every record of {self._arm()} {does} {number:,g}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +258,45 @@ class KofN(Rule):
         how = "Holm-adjusted" if self.holm else "each by its own interval"
         fails = "; fails only if none holds" if self.fails == "none holds" else ""
         return f"At least {self.k} of {len(self.rules)} ({how}{fails}): {_list(self.rules)}"
+
+
+@dataclass(frozen=True)
+class UpTo(Rule):
+    """ "Up to": the best cell of a grid, chosen on one seed's records and judged on another's.
+
+    A maximum over noisy cells is biased upwards, which separate records undo. The note prints the grid.
+    """
+
+    rule: Comparison
+    cells: Sequence[Mapping[str, Scalar]]
+    """Tags of each cell; they join the rule's `where`."""
+    chosen_on: int = 0
+    judged_on: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.cells or self.chosen_on == self.judged_on:
+            raise UsageError("UpTo needs cells, and two different seeds to choose and to judge on.")
+
+    def measure(self, frame: pd.DataFrame) -> Judgement:
+        found = [(cell, self._judge(cell, self.chosen_on, frame)) for cell in self.cells]
+        grid = [(judged.estimate, cell) for cell, judged in found if judged.estimate is not None]
+        if not grid:
+            raise CannotJudge("no cell was measured")
+        best = max(grid, key=lambda entry: entry[0])[1]
+        judged = self._judge(best, self.judged_on, frame)
+        shown = "; ".join(f"{_cell(cell)} {value:.3g}" for value, cell in grid)
+        note = f"best cell {_cell(best)}, of {shown}" if len(grid) > 1 else f"one cell, {_cell(best)}"
+        return replace(judged, note="; ".join(text for text in (note, judged.note) if text))
+
+    def _judge(self, cell: Mapping[str, Scalar], seed: int, frame: pd.DataFrame) -> Judgement:
+        return replace(self.rule, where={**self.rule.where, **cell, "seed": seed}).judge(frame)
+
+    def describe(self) -> str:
+        return f"In the best of {len(self.cells)} cells, chosen on separate repeats: {self.rule.describe()}"
+
+
+def _cell(tags: Mapping[str, Scalar]) -> str:
+    return ", ".join(f"{tag}={value}" for tag, value in tags.items())
 
 
 @dataclass(frozen=True)
