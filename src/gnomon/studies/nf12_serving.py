@@ -39,7 +39,10 @@ def generation(
     from gnomon.core.timing import Contender, interleaved
 
     ids = prompts(model, data, 1, prompt, seed)
-    kinds = {kind: model_in(kind, model, min_elements) for kind in ("BF16, torch", "BF16, matched", "NF12", "FP32, torch")}
+    kinds = {
+        kind: model_in(kind, model, min_elements)
+        for kind in ("BF16, torch", "BF16, matched", "NF12", "FP32, torch")
+    }
     made: dict[str, Tensor] = {}
 
     def run(kind: str) -> None:
@@ -145,8 +148,8 @@ def server(
                 budget=budget,
             )
         # Equal batches, or rounding in another batch size could be taken for a difference of the weights.
-        batch = ids[: slots["NF12"]]
-        same = greedy(models["NF12"], batch, new)[0] == greedy(models["BF16, matched"], batch, new)[0]
+        batch = slots["NF12"]
+        same = answers["NF12"][:batch] == greedy(models["BF16, matched"], ids[:batch], new)[0]
     ctx.record(method="NF12", metric="tokens unlike BF16's", value=int((~same).sum()), item="batch")
     agree = (answers["NF12"] == answers["BF16, matched"]).float().mean()
     ctx.record(
