@@ -223,15 +223,22 @@ def greedy(model: Any, ids: Tensor, new: int) -> tuple[Tensor, int]:
 
 def model_in(kind: str, name: str, min_elements: int = 1 << 16) -> Any:
     """The model with one kind of weights and layers."""
+    import torch
+
     from gnomon.core.models import load
+    from gnomon.core.seeding import seeded
     from gnomon.kernels.bf16.module import fast_linears
     from gnomon.methods.compress.nf12 import NF12Config, compress_model
 
-    model = load(name, dtype="float32" if kind.startswith("FP32") else "bfloat16").model
-    if kind == "BF16, matched":
-        fast_linears(model)
-    elif kind == "NF12":
+    with seeded(
+        0
+    ):  # a `tiny:` model draws its weights when it is loaded, and all kinds must be the same model
+        model = load(name, dtype="float32" if kind.startswith("FP32") else "bfloat16").model
+    if kind == "NF12":
         compress_model(model, config=NF12Config(min_elements=min_elements))
+    plain = any(type(module) is torch.nn.Linear for module in model.modules())
+    if kind == "BF16, matched" or (kind == "NF12" and plain):  # matrices that stayed raw run alike in both
+        fast_linears(model)
     return model
 
 
