@@ -75,7 +75,7 @@ class NF12Study(StudyConfig):
             "small_length": 64,
             "small_min_elements": 1 << 8,
             "bases": (97, 112),
-            "shapes": ("256x512", "512x96"),
+            "shapes": ("1024x2048", "8192x96"),
             "cores": (1,),
             "repeats": 3,
             "bulk_shape": "256x512",
