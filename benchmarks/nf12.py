@@ -1,0 +1,103 @@
+"""NF12 on this CPU: products with one and more rows, bulk decoding, encoding, and generation with a real model.
+
+    python benchmarks/nf12.py [--threads 1,2] [--repeats 15] [--shapes 16384x8192,49152x576:0.01]
+                              [--json FILE] [--quick]
+
+Exits 1, before anything is timed, where a kernel is wrong, and 0 with one sentence where there is no compiled
+library. Ratios change nothing about the exit status: losses are printed like wins.
+
+Timing: contenders take turns; each reads as many separate copies of its operands as make four times the last-level
+cache, the smallest format deciding the number. What the rows of the JSON lines are: `common.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from common import Report, Wrong, cores, threads_of
+from nf12_bulk import bulk
+from nf12_generation import generation
+from nf12_matrices import Operands, Shape, check
+from nf12_products import products
+
+from gnomon.kernels import native
+from gnomon.studies.nf12_timing import threads_set
+
+SHAPES = "16384x8192,49152x576:0.01"
+"""The card's matrix, and SmolLM2's vocabulary with the share of exact zeros that its embedding has."""
+QUICK_SHAPES = "64x512,512x72:0.01"
+BATCHES = (1, 4, 16)
+
+
+def measure(report: Report, options: argparse.Namespace) -> None:
+    """Everything in turn.
+
+    Raises:
+        Wrong: a check failed.
+    """
+    threads = [number for number in options.threads if number <= cores()]
+    for number in sorted({*options.threads} - {*threads}):
+        report.leave_out(f"{number} threads", f"this process may use {cores()} cores")
+    report.heading(threads, ["transformers", "zipnn", "zstandard"])
+    if options.quick:
+        report.note("--quick: shapes so small that calls are timed, not work; the numbers below mean nothing")
+    for position, shape in enumerate(options.shapes):
+        print()
+        of = Operands.of(shape, report, copies=1 if options.quick else None)
+        check(report, of, threads)
+        report.stop_if_wrong()
+        for number in threads:
+            with threads_set(number), torch.inference_mode():
+                products(report, of, number, BATCHES, options.repeats)
+                if position == 0:
+                    print()
+                    bulk(report, of, number, options.repeats)
+        del of
+    print()
+    if options.quick:
+        report.leave_out("generation", "--quick")
+    else:
+        generation(report, threads)
+
+
+def shapes(text: str) -> list[Shape]:
+    """From a command line, with commas between them."""
+    return [Shape.of(part) for part in text.split(",")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=threads_of, default=[1, 2], metavar="N,N", help="default: 1,2")
+    parser.add_argument("--repeats", type=int, default=15, help="default: 15, the fewest with an interval")
+    parser.add_argument("--shapes", type=shapes, metavar="NxK:ZEROS,…", help=f"default: {SHAPES}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON lines here")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny shapes: does it run? Its times mean nothing"
+    )
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: at least 1")
+    options.shapes = options.shapes or shapes(QUICK_SHAPES if options.quick else SHAPES)
+    if native.problem():
+        print(f"Nothing was timed: {native.problem()}")
+        return 0
+    report = Report()
+    try:
+        measure(report, options)
+    except Wrong as error:
+        print(f"\nNothing more was timed: {error}", file=sys.stderr)
+        return 1
+    finally:
+        report.write(options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
