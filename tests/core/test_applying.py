@@ -310,6 +310,14 @@ def test_a_kill_in_the_middle_leaves_no_folder(model: Path, tmp_path: Path) -> N
     assert not left[0].exists()  # and that the next attempt clears away
 
 
+def test_a_folder_put_back_after_a_kill_is_not_replaced_without_force(model: Path, tmp_path: Path) -> None:
+    apply_method(SCALE, source(model), tmp_path / "out", Factor())
+    (tmp_path / "out").rename(tmp_path / ".out.replaced")  # as a kill during --force may leave it
+    with pytest.raises(GnomonError, match=r"not empty\. Choose another folder or pass --force"):
+        apply_method(SCALE, source(model), tmp_path / "out", Factor(by=5.0))
+    assert read_manifest(tmp_path / "out").steps[0].settings == {"by": Factor().by}
+
+
 def test_one_tensor_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a tensor is read, no memory of an earlier one is held any more: neither as read nor as converted."""
     folder = source(

@@ -42,6 +42,55 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     assert [p.name for p in final.iterdir()] == ["other"]
 
 
+class Killed(BaseException):
+    """Stands in for SIGKILL: nothing cleans up after it, because cleaning up is patched away."""
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path, monkeypatch, renames):
+    """Killed before the 1st rename, between the two, or before the old folder is removed: one of them stands
+    whole, at the latest when the next writer begins, and nothing is left over."""
+    final, real, done = tmp_path / "model", os.replace, []
+    with written_folder(final) as folder:
+        (folder / "old").write_text("x")
+    (tmp_path / ".model.more.abcdefgh.tmp").mkdir()  # of somebody who is writing `model.more` now
+
+    def replace(source, target):
+        if len(done) == renames:
+            raise Killed
+        real(source, target)
+        done.append(target)
+
+    def killed(*arguments, **options):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_replace", replace)
+        patch.setattr(files.shutil, "rmtree", killed)
+        with pytest.raises(Killed), written_folder(final, force=True) as folder:
+            (folder / "new").write_text("x")
+    (tmp_path / ".model.abcdefgh.tmp").write_text("of a killed write_atomic")
+    files.clear_leftovers(final)
+    assert [path.name for path in final.iterdir()] == ["new" if renames == 2 else "old"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".model.more.abcdefgh.tmp", "model"]
+
+
+def test_a_failed_replacement_puts_the_old_folder_back(tmp_path, monkeypatch):
+    final, real = tmp_path / "model", os.replace
+    with written_folder(final) as folder:
+        (folder / "old").write_text("x")
+
+    def replace(source, target):
+        if str(source).endswith(".tmp"):
+            raise OSError("disk is gone")
+        real(source, target)
+
+    monkeypatch.setattr(files, "_replace", replace)
+    with pytest.raises(OSError, match="disk is gone"), written_folder(final, force=True):
+        pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "old"]
+
+
 def test_files_and_folders_have_the_usual_modes(tmp_path):
     before = os.umask(0o027)
     try:

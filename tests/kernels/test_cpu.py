@@ -164,6 +164,9 @@ def test_row_numbers_are_checked() -> None:
     planes = encode(gaussian(4, 64), 108)
     with pytest.raises(UsageError, match=r"0 … 3"):
         nf12.decode_rows(torch.tensor([4]), *planes, 108, 64)
+    for odd in (torch.tensor([1.5]), torch.tensor([True])):
+        with pytest.raises(UsageError, match=r"have to be int64 or int32, not"):
+            nf12.decode_rows(odd, *planes, 108, 64)
     with pytest.raises(UsageError, match=r"contiguous"):
         nf12.decode(*planes, 108, 64, out=torch.empty(4, 63, dtype=torch.bfloat16))
 
@@ -175,6 +178,28 @@ def test_meta_and_compiled_tensors_go_through_the_operator() -> None:
     assert (meta.shape, meta.dtype, meta.device.type) == ((2, 3, 16), torch.float32, "meta")
     torch.library.opcheck(torch.ops.gnomon.nf12_linear, (x[0], sm, ex, esc, 108, "auto"))
     torch.library.opcheck(torch.ops.gnomon.bf16_linear, (x[0], gaussian(16, 100), "auto"))
+    for rows in (None, torch.tensor([3, 0, 3])):
+        torch.library.opcheck(torch.ops.gnomon.nf12_decode, (sm, ex, esc, 108, 100, rows, "auto"))
+
+
+def test_no_columns_give_zeros() -> None:
+    """A sum of nothing; the memory of the result is not left as it was found."""
+    weight = torch.empty(5, 0, dtype=torch.bfloat16)
+    for dtype in native.DTYPES:
+        x = torch.empty(3, 0, dtype=dtype)
+        torch.full((3, 5), 7.0, dtype=dtype)  # leaves its block to the next result of this size
+        assert torch.equal(bf16.linear(x, weight), torch.zeros(3, 5, dtype=dtype))
+        assert torch.equal(nf12.linear(x, *encode(weight, 108), 108), torch.zeros(3, 5, dtype=dtype))
+
+
+def test_views_that_negate_when_they_are_read() -> None:
+    """`imag` of a conjugate is such a view: its memory holds the other sign."""
+    w, x = gaussian(16, 100), torch.randn(2, 100)
+    planes = (*encode(w, 108), 108)
+    assert torch.equal(nf12.linear(torch._neg_view(x), *planes), -nf12.linear(x, *planes))
+    assert torch.equal(bf16.linear(torch._neg_view(x), w), -bf16.linear(x, w))
+    out = torch._neg_view(torch.empty(16, 100))
+    assert torch.equal(nf12.decode(*planes, 100, out=out), w.float())
 
 
 def test_a_gradient_is_refused_rather_than_lost() -> None:

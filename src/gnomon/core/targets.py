@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from .checkpoints import CONFIG, MANIFEST
 from .errors import UsageError
-from .files import fsync_dir, fsync_file
+from .files import clear_leftovers, fsync_dir, fsync_file
 
 
 def require_target(out: Path, source: Path, *, force: bool, file: bool = False) -> Path:
@@ -77,8 +76,7 @@ def alone(out: Path) -> Iterator[None]:
     except Timeout:
         raise UsageError(f"Another process is writing {out}. Wait for it, or choose another name.") from None
     try:
-        for leftover in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
-            shutil.rmtree(leftover)
+        clear_leftovers(out)
         yield
     finally:
         Path(lock.lock_file).unlink(missing_ok=True)

@@ -10,7 +10,6 @@ Source: the NF12 card, "CPU kernel" (batches above four).      Shapes: B rows of
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -22,10 +21,14 @@ BLOCK_BYTES = 1 << 22
 """Of a widened block: small beside a last-level cache, large enough that the vendor's product gets going."""
 
 
-@functools.cache
+_BFLOAT16_PRODUCTS = bool(
+    torch.ops.mkldnn._is_mkldnn_bf16_supported()
+)  # now: tracing can't record the question
+
+
 def has_bfloat16_products() -> bool:
     """Whether torch multiplies bfloat16 matrices on this CPU with instructions made for it."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return _BFLOAT16_PRODUCTS
 
 
 def fused_rows() -> int:

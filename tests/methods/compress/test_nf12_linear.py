@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from typing import Any
 
 import pytest
 import torch
 from nf12_oracle import gaussian
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from gnomon.core.errors import UsageError
@@ -167,3 +170,101 @@ def test_refusals() -> None:
         NF12Config(fused_rows_cpu=-1)
     with pytest.raises(UsageError, match=r"raw_share=1\.5 must lie in \(0, 1\]"):
         NF12Config(raw_share=1.5)
+
+
+MODES_AND_DTYPES = [("fused", torch.float32), ("buffered", torch.float64), ("blocked", torch.float32)]
+
+
+@pytest.mark.parametrize(("mode", "dtype"), MODES_AND_DTYPES)
+def test_torch_func_and_forward_mode_see_the_layer(mode: str, dtype: torch.dtype) -> None:
+    """Truth: the plain linear layer under the same transforms. A kernel that computes past them loses tangents."""
+    w, t = weight(5, 11).to(dtype), encode(weight(5, 11))
+    x, dx = inputs(4, 3, 11, dtype=dtype), inputs(4, 3, 11, dtype=dtype, seed=2)
+    bias, dbias = inputs(4, 5, dtype=dtype, seed=3), inputs(4, 5, dtype=dtype, seed=4)
+
+    def mine(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(x, t, bias, mode=mode)
+
+    def plain(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, w, bias)
+
+    def forward_mode(f: Any) -> Any:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(f(forward_ad.make_dual(x, dx), bias[0]))
+
+    func = torch.func
+    for transform in (
+        lambda f: func.jvp(f, (x, bias[0]), (dx, dbias[0])),
+        lambda f: func.jvp(lambda b: f(x, b), (bias[0],), (dbias[0],)),
+        lambda f: func.vmap(f)(x, bias),
+        lambda f: func.vmap(f, in_dims=(None, 0))(x, bias),
+        lambda f: func.vmap(f, in_dims=(2, None), out_dims=1)(x.movedim(0, 2), bias[0]),
+        lambda f: func.jacrev(f)(x[0, 0], bias[0]),
+        lambda f: func.jacfwd(f)(x[0, 0], bias[0]),
+        lambda f: func.hessian(lambda x: f(x).square().sum())(x[0, 0]),
+        forward_mode,
+    ):
+        torch.testing.assert_close(transform(mine), transform(plain))
+
+
+def test_torch_func_sees_gpt2s_layer() -> None:
+    w, t = weight(5, 11).double(), encode(weight(5, 11))
+    x, dx = inputs(3, 5, dtype=torch.float64), inputs(3, 5, dtype=torch.float64, seed=2)
+    bias = inputs(11, dtype=torch.float64, seed=3)
+    for transform in (
+        lambda f: torch.func.jvp(f, (x,), (dx,)),
+        lambda f: torch.func.vmap(f)(x),
+        lambda f: torch.func.hessian(lambda x: f(x).square().sum())(x),
+    ):
+        expected = transform(lambda x: x @ w + bias)
+        torch.testing.assert_close(transform(lambda x: linear_transposed(x, t, bias)), expected)
+
+
+@pytest.mark.parametrize("mode", ["auto", "fused", "buffered", "blocked"])
+def test_tracing_records_the_product(mode: str) -> None:
+    """Truth: the same call without tracing, for another input than the traced one."""
+    t, first, other = encode(weight()), inputs(3, 45, dtype=torch.float32), inputs(3, 45, dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(lambda x: linear(x, t, mode=mode), (first,), check_trace=False)
+        rows = torch.jit.trace(t.rows, (torch.tensor([1, 2]),), check_trace=False)
+    torch.testing.assert_close(traced(other * 2), linear(other * 2, t, mode=mode))
+    assert torch.equal(rows(torch.tensor([7, 3])), t.rows(torch.tensor([7, 3])))
+
+
+@pytest.mark.parametrize("mode", ["auto", "fused", "buffered", "blocked"])
+def test_views_that_negate_when_they_are_read(mode: str) -> None:
+    """`imag` of a conjugate is such a view: its memory holds the other sign."""
+    t, x = encode(weight()), inputs(3, 45, dtype=torch.float32)
+    assert torch.equal(linear(torch._neg_view(x), t, mode=mode), -linear(x, t, mode=mode))
+
+
+@pytest.mark.parametrize("mode", ["auto", "fused", "buffered", "blocked"])
+def test_no_columns_give_zeros(mode: str) -> None:
+    t = encode(torch.empty(5, 0, dtype=torch.bfloat16))
+    assert torch.equal(linear(torch.empty(3, 0), t, mode=mode), torch.zeros(3, 5))
+
+
+@pytest.mark.parametrize("mode", ["fused", "buffered", "blocked"])
+def test_the_result_has_the_dtype_of_x_whatever_the_bias(mode: str) -> None:
+    x = inputs(3, 45, dtype=torch.bfloat16)
+    assert linear(x, encode(weight()), torch.zeros(24), mode=mode).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("x", "kind"),
+    [
+        (torch.ones(3, 45, dtype=torch.int64), "int64"),  # would be multiplied by weights rounded to 0
+        (torch.ones(3, 45, dtype=torch.complex64), "complex64"),
+        (torch.ones(3, 45).to_sparse(), "sparse_coo"),
+    ],
+)
+def test_an_x_that_has_no_dense_floats_is_refused(x: Tensor, kind: str) -> None:
+    with pytest.raises(UsageError, match=f"x is {kind}.*Convert x first"):
+        LINEAR._check_inputs(x, 45, encode(weight()))  # past the type annotations, which tests enforce
+
+
+def test_a_layer_on_the_meta_device_tells_shapes() -> None:
+    t = encode(weight()).to("meta")
+    assert linear(torch.empty(2, 3, 45, device="meta"), t).shape == (2, 3, 24)
+    assert t.rows(torch.empty(2, 3, device="meta", dtype=torch.int64)).shape == (2, 3, 45)

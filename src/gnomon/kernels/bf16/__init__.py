@@ -45,7 +45,7 @@ def linear(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor:
         name = choice(x.device.type, dtype=x.dtype, impl=impl).name
         if name in native.ISAS:
             return cpu.linear(x, weight, name)
-    y: Tensor = _linear_op(x.reshape(-1, x.shape[-1]), weight, impl)
+    y: Tensor = _linear_op(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, impl)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 

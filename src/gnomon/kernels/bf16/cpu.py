@@ -15,7 +15,7 @@ def linear(x: Tensor, weight: Tensor, isa: str) -> Tensor:
     out = x.new_empty(*x.shape[:-1], rows)
     failed = native.library().gnomon_bf16_linear(
         native.ISAS.index(isa), torch.get_num_threads(),
-        x.data_ptr(), x.numel() // max(1, columns), columns, native.DTYPES[x.dtype],
+        x.data_ptr(), x.shape[:-1].numel(), columns, native.DTYPES[x.dtype],
         weight.data_ptr(), rows, weight.stride(0), out.data_ptr(),
     )  # fmt: skip
     assert not failed, f"the chooser let {isa} through for {x.dtype}"

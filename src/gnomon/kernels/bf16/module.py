@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ...core.errors import UsageError
 from ..blocked import blocked_linear, fused_rows, has_bfloat16_products
+from ..tracing import is_transformed
 from . import linear
 
 __all__ = ["BF16Linear", "fast_linears"]
@@ -47,10 +48,10 @@ class BF16Linear(nn.Linear):
     def forward(self, x: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch N"]:
         weight = self.weight
         learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        ours = weight.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32) and not learns
-        if not ours or weight.dtype != torch.bfloat16:
+        ours = weight.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32) and x.ndim
+        if not ours or learns or is_transformed() or weight.dtype != torch.bfloat16:
             return F.linear(x, weight, self.bias)
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
         if len(flat) <= fused_rows():
             y = linear(flat, weight)
         elif x.dtype == torch.bfloat16 and has_bfloat16_products():

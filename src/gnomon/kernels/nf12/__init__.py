@@ -7,6 +7,8 @@ implementation, made of the same operations in the same order as those of `kerne
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ def linear(x: Tensor, sm: Tensor, ex: Tensor, esc: Tensor, base: int, *, impl: s
         raise UsageError(f"x has {x.shape[-1]} columns, but the planes hold {sm.shape[1]}, padded to 8.")
     if x.device != sm.device:
         raise UsageError(f"x is on {x.device}, the planes are on {sm.device}. Move one of them.")
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     run = _linear if is_plain(x) else _linear_op
     return run(flat, sm, ex, esc, base, impl).view(*x.shape[:-1], sm.shape[0])
 
@@ -92,7 +94,7 @@ class Prepared:
         """
         _check(sm, ex, esc, base)
         self.planes, self.columns = (sm, ex, esc, base), columns
-        self.arguments = cpu.planes(*self.planes) if sm.device.type == "cpu" else None
+        self.arguments = cpu.planes(*self.planes) if sm.device.type == "cpu" and is_plain(sm) else None
         choices = {dtype: choice("cpu", dtype=dtype).name for dtype in native.DTYPES}
         self.isa = {dtype: name for dtype, name in choices.items() if name in native.ISAS}
 
@@ -136,12 +138,11 @@ def decode_rows(
     """Some rows of the matrix: numbers (R,) -> (R, columns); the others are not decoded.
 
     Raises:
-        UsageError: as `decode`; a number outside 0 … N - 1.
+        UsageError: as `decode`; numbers that are no integers, or one outside 0 … N - 1.
     """
-    rows = rows.to(torch.int64).contiguous()
-    if rows.numel() and rows.device.type != "meta" and not bool(((rows >= 0) & (rows < sm.shape[0])).all()):
-        raise UsageError(f"A row number is outside 0 … {sm.shape[0] - 1}: {rows.min()} … {rows.max()}.")
-    return _decoded(sm, ex, esc, base, columns, rows, out, impl)
+    if rows.dtype not in (torch.int64, torch.int32):
+        raise UsageError(f"Row numbers have to be int64 or int32, not {rows.dtype}.")
+    return _decoded(sm, ex, esc, base, columns, rows.to(torch.int64), out, impl)
 
 
 def _decoded(
@@ -151,24 +152,70 @@ def _decoded(
     shape = (sm.shape[0] if rows is None else rows.shape[0], columns)
     if not sm.shape[1] - 8 < columns <= sm.shape[1]:
         raise UsageError(f"columns={columns} can't be {sm.shape[1]} when padded to a multiple of 8.")
-    if out is None:
-        out = torch.empty(shape, dtype=torch.bfloat16, device=sm.device)
-    elif tuple(out.shape) != shape or not out.is_contiguous() or out.device != sm.device:
+    if out is not None and (tuple(out.shape) != shape or not out.is_contiguous() or out.device != sm.device):
         raise UsageError(
             f"out has to be a contiguous {shape} on {sm.device}, not {tuple(out.shape)} on {out.device}."
         )
-    if out.device.type == "meta" or out.numel() == 0:
+    if is_plain(sm) and (rows is None or is_plain(rows)) and (out is None or not out.is_neg()):
+        if out is None:
+            out = torch.empty(shape, dtype=torch.bfloat16, device=sm.device)
+        return _decode_into(out, sm, ex, esc, base, rows, impl)
+    result: Tensor = _decode_op(sm, ex, esc, base, columns, rows, impl)
+    return result if out is None else out.copy_(result)
+
+
+def _decode_into(
+    out: Tensor, sm: Tensor, ex: Tensor, esc: Tensor, base: int, rows: Tensor | None, impl: str
+) -> Tensor:
+    if rows is not None and rows.numel() and not bool(((rows >= 0) & (rows < sm.shape[0])).all()):
+        raise UsageError(f"A row number is outside 0 … {sm.shape[0] - 1}: {rows.min()} … {rows.max()}.")
+    if out.numel() == 0:
         return out
     name = choice(sm.device.type, dtype=torch.bfloat16, impl=impl).name
     if name in native.ISAS and out.dtype in native.DTYPES:
+        rows = None if rows is None else rows.contiguous()
         return cpu.decode(cpu.planes(sm, ex, esc, base), rows, out, name)
     if rows is not None:
         sm, ex = sm[rows], ex[rows]
     if name == "triton" and out.dtype == torch.bfloat16:
         from . import triton
 
-        return triton.decode(sm, ex, esc, base, columns, out)
-    return out.copy_(reference.decode(sm, ex, esc, base, columns))
+        return triton.decode(sm, ex, esc, base, out.shape[1], out)
+    return out.copy_(reference.decode(sm, ex, esc, base, out.shape[1]))
+
+
+def _decode(
+    sm: Tensor, ex: Tensor, esc: Tensor, base: int, columns: int, rows: Tensor | None, impl: str
+) -> Tensor:
+    out = torch.empty(
+        sm.shape[0] if rows is None else rows.shape[0], columns, dtype=torch.bfloat16, device=sm.device
+    )
+    return _decode_into(out, sm, ex, esc, base, rows, impl)
+
+
+_decode_op = torch.library.custom_op(
+    "gnomon::nf12_decode",
+    _decode,
+    mutates_args=(),
+    schema="(Tensor sm, Tensor ex, Tensor esc, int base, int columns, Tensor? rows, str impl) -> Tensor",
+)
+
+
+@_decode_op.register_fake
+def _(sm: Tensor, ex: Tensor, esc: Tensor, base: int, columns: int, rows: Tensor | None, impl: str) -> Tensor:
+    count = sm.shape[0] if rows is None else rows.shape[0]
+    return torch.empty(count, columns, dtype=torch.bfloat16, device=sm.device)
+
+
+@_decode_op.register_vmap
+def _(
+    info: Any, in_dims: tuple[int | None, ...],
+    sm: Tensor, ex: Tensor, esc: Tensor, base: int, columns: int, rows: Tensor, impl: str,
+) -> tuple[Tensor, int]:  # fmt: skip
+    """A batch of lists of rows is one longer list. (Planes are never batched: vmap sees them as constants.)"""
+    batched = rows.movedim(in_dims[5] or 0, 0)
+    flat = _decode_op(sm, ex, esc, base, columns, batched.flatten(), impl)
+    return flat.view(*batched.shape, columns), 0
 
 
 def _check(sm: Tensor, ex: Tensor, esc: Tensor, base: int) -> None:

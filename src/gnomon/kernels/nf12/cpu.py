@@ -22,7 +22,7 @@ def linear(x: Tensor, columns: int, matrix: Planes, isa: str) -> Tensor:
     out = x.new_empty(*x.shape[:-1], matrix[3])
     failed = native.library().gnomon_nf12_linear(
         native.ISAS.index(isa), torch.get_num_threads(),
-        x.data_ptr(), x.numel() // columns, columns, native.DTYPES[x.dtype], *matrix, out.data_ptr(),
+        x.data_ptr(), x.shape[:-1].numel(), columns, native.DTYPES[x.dtype], *matrix, out.data_ptr(),
     )  # fmt: skip
     assert not failed, f"the chooser let {isa} through for {x.dtype}"
     return out
