@@ -130,7 +130,7 @@ def judge(report: Report, of: Operands, threads: int, seconds: dict[str, list[fl
                 "what": str(of.shape),
                 "threads": threads,
                 "contender": name,
-                "binds": binds.split()[0],
+                "binds": binds.split(maxsplit=1)[0],
             }
             | {"bandwidth": bandwidth, "weights_per_s_by_memory": by_memory}
             | {"weights_per_s_by_instructions": by_instructions, "weights_per_s": w.numel() / medians[name]}
