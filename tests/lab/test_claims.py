@@ -26,6 +26,7 @@ from gnomon.lab.claims import (
     ShareOf,
     ShareOfGap,
     Tolerance,
+    UpTo,
     Withheld,
 )
 from gnomon.lab.records import frame, make_record
@@ -375,6 +376,40 @@ def test_ratio_judges_direction_number_and_cost(speedup, options, verdict):
     assert rates.estimate == pytest.approx(judged.estimate)  # a rate says the same as a time
 
 
+def cells(speedups, seed):
+    """Times of two methods in the cells of a grid, on one seed."""
+    return [
+        row | {"seed": seed, "tags": {"threads": cell}}
+        for cell, speedup in enumerate(speedups, 1)
+        for row in (*times("ours", BASE / speedup * JITTER), *times("base", BASE))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "judged", "verdict", "best"),
+    [
+        ([1.1, 1.5], [1.1, 1.5], "holds", "threads=2"),
+        ([1.5, 1.1], [1.1, 1.5], "fails", "threads=1"),  # a lucky cell must hold on other records
+        ([1.1, 1.2], [1.9, 1.2], "fails", "threads=2"),  # and a cell may not be chosen on those that judge it
+    ],
+)
+def test_the_best_cell_is_chosen_on_other_seeds_than_those_that_judge_it(chosen, judged, verdict, best):
+    ratio = Ratio(metric="time", method="ours", to="base", number=1.3)
+    rule = UpTo(ratio, [{"threads": 1}, {"threads": 2}])
+    found = judge(rule, cells(chosen, 0), cells(judged, 1))
+    assert found.verdict == verdict
+    assert f"best cell {best}" in found.note
+    assert all(f"{value:.2g}" in found.note for value in chosen)  # the whole grid is shown
+
+
+def test_up_to_without_a_cell_or_a_second_seed_is_refused_or_open():
+    ratio = Ratio(metric="time", method="ours", to="base", number=1.3)
+    assert "no cell" in judge(UpTo(ratio, [{"threads": 3}]), cells([2.0], 0)).note
+    assert judge(UpTo(ratio, [{"threads": 1}]), cells([2.0], 0)).verdict == "undecided"
+    with pytest.raises(UsageError, match="two different seeds"):
+        UpTo(ratio, [{"threads": 1}], judged_on=0)
+
+
 def test_ratio_refuses_shared_machines_and_few_repeats():
     rule = Ratio(metric="time", method="ours", to="base", number=2)
     with pytest.raises(UsageError, match="exclusive=True"):
@@ -428,6 +463,8 @@ def test_exact_tests_by_hand(options, ours, theirs, verdict, p):
         (Count(metric="loss", equals=38), [38.0, 37.0], "fails", 37),
         (Count(metric="loss", minimum=12), [12.0, 15.0], "holds", 12),
         (Count(metric="loss", minimum=12), [11.0], "fails", 11),
+        (Count(metric="loss", maximum=16), [6.0, 16.0], "holds", 6),
+        (Count(metric="loss", maximum=16), [6.0, 17.0], "fails", 17),
     ],
 )
 def test_every_record_is_checked(rule, values, verdict, estimate):
@@ -686,8 +723,8 @@ def test_describe_is_plain_english(rule, text):
         (lambda: Exact(metric="x", test="signs"), "Unknown test 'signs'"),
         (lambda: Exact(metric="x", test="binomial"), "chance level"),
         (lambda: Exact(metric="x", test="mcnemar"), "needs a second side"),
-        (lambda: Count(metric="x"), "either equals= or minimum="),
-        (lambda: Count(metric="x", equals=1, minimum=1), "either equals= or minimum="),
+        (lambda: Count(metric="x"), "one of equals="),
+        (lambda: Count(metric="x", equals=1, minimum=1), "one of equals="),
     ],
 )
 def test_impossible_rules_are_refused(make, message):
