@@ -183,7 +183,10 @@ def counted(number: int, thing: str) -> str:
 
 def cells(of: Spread) -> list[str]:
     """Median and quantiles in milliseconds."""
-    return [f"{of.median * 1e3:.3g}", f"{of.low * 1e3:.3g} … {of.high * 1e3:.3g}"]
+    median, low, high = (
+        f"{1e3 * t:.0f}" if t > 1 else f"{1e3 * t:.3g}" for t in (of.median, of.low, of.high)
+    )
+    return [median, f"{low} … {high}"]
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

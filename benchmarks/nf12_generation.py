@@ -18,13 +18,17 @@ from gnomon.studies.nf12_timing import threads_set
 
 MODEL = "smollm2-135m"
 PROMPTS = [
-    f"The shadow of the gnomon moves across the stone, and {what}"
-    for what in (
-        "the hour is read from its", "the mason marks", "in winter it is", "nobody in the town",
-        "its length at noon", "a child asks why", "the year is divided into", "the clock maker",
-    )
-]  # fmt: skip
-RUNS = ((1, 24, 5), (8, 8, 3))
+    "The shadow moves",
+    "At noon the",
+    "The year is",
+    "A child asks",
+    "In winter the",
+    "The mason",
+    "Clocks",
+    "Time",
+]
+"""Short ones: it is the steps after the prompt that are timed."""
+RUNS = ((1, 24, 3), (8, 8, 3))
 """(rows, new tokens, repeats): some seconds of each."""
 NF12, MATCHED = "NF12", "BF16, fast_linears"
 

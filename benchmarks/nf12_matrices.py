@@ -73,8 +73,8 @@ class Operands:
 
 def _copy_of_code(coded: Coded) -> Coded:
     """The same code elsewhere in memory."""
-    parts = {field.name: getattr(coded, field.name) for field in dataclasses.fields(coded)}
-    return Coded(**{name: part.clone() if isinstance(part, Tensor) else part for name, part in parts.items()})
+    parts = {name: getattr(coded, name).clone() for name in ("sm", "lengths", "starts", "stream")}
+    return dataclasses.replace(coded, **parts)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
