@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 from common import Report, Wrong, cores, threads_of
 from nf12_bulk import bulk
-from nf12_generation import generation
 from nf12_matrices import Operands, Shape, check
 from nf12_products import products
 
@@ -61,6 +60,8 @@ def measure(report: Report, options: argparse.Namespace) -> None:
     if options.quick:
         report.leave_out("generation", "--quick")
     else:
+        from nf12_generation import generation  # it loads Transformers
+
         generation(report, threads)
 
 
