@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gnomon import cli
-from gnomon.console import say
+from gnomon.console import print_table, say
 from gnomon.core.errors import GnomonError
 from gnomon.systems import SYSTEMS
 
@@ -208,6 +208,21 @@ def test_a_failed_stage_is_named_and_the_run_is_done(
     assert cli.main(["run", "tlcm"]) == 0
     err = capsys.readouterr().err
     assert "Stage train-1 failed: loss is nan" in err and "train-2" not in err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_files_say_does_not_steer_the_terminal(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hostile gnomon.json names a method with escape sequences; `gnomon check` prints its steps."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    print_table(("folder", "x"), [("steps", "\x1b[2J\x07nf12")])
+    say("Error: \x1b[2Jbad")
+    captured = capsys.readouterr()
+    assert "[2Jnf12" in captured.out and "[2Jbad" in captured.err
+    assert not {"\x1b", "\x07"} & set(
+        captured.out.replace("\x1b[1m", "").replace("\x1b[0m", "") + captured.err
+    )
 
 
 def test_an_interrupted_run_says_how_to_go_on(double: Double, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,11 @@ def say(line: str) -> None:
 
     Control characters are left out: a file's content that an error quotes must not steer the terminal.
     """
-    print("".join(c for c in line if c.isprintable() or c in "\n\t"), file=sys.stderr, flush=True)
+    print(_harmless(line, but="\n\t"), file=sys.stderr, flush=True)
+
+
+def _harmless(text: str, *, but: str = "") -> str:
+    return "".join(c for c in text if c.isprintable() or c in but)
 
 
 def print_python(function: str, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +48,7 @@ def print_table(
     head: bool = True,
     styles: Mapping[str, str] | None = None,
 ) -> None:
-    """A table on a terminal, tab-separated lines in a pipe.
+    """A table on a terminal, tab-separated lines in a pipe. Control characters are left out, as in :func:`say`.
 
     Args:
         head: whether the columns' names are the first line in a pipe (they always head a table).
@@ -52,7 +56,7 @@ def print_table(
     """
     if not sys.stdout.isatty():
         for row in ([columns] if head else []) + list(rows):
-            print("\t".join(row))
+            print("\t".join(map(_harmless, row)))
         return
     from rich.console import Console
     from rich.table import Table
@@ -60,7 +64,7 @@ def print_table(
 
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for row in rows:
-        table.add_row(*(Text(cell, style=(styles or {}).get(cell, "")) for cell in row))
+        table.add_row(*(Text(_harmless(cell), style=(styles or {}).get(cell, "")) for cell in row))
     Console().print(table)
 
 

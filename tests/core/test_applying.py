@@ -421,6 +421,8 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
             r"w: F32 \[3, 4\] here, F32 \[4, 3\] in gnomon.json",
         ),
         (lambda c: c["tensors"]["w"].update(shape=[-4, 3]), "not as documented"),
+        (lambda c: c["tensors"]["w"].update(shape=[2**62] * 32), "not as documented .*beyond any memory"),
+        (lambda c: c.update(form="other"), "stored as halves, but gnomon.json says 'other'"),
         (lambda c: c["tensors"]["w"].update(sha256="../x"), r"not as documented .*no SHA-256"),
         (lambda c: c["tensors"]["w"].update(dtype="F4"), "not as documented .*unknown dtype"),
         (lambda c: c.update(tensors=[1]), "not as documented"),

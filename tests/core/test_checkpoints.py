@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from gnomon.core.checkpoints import companions, copy_companions, open_checkpoint
 from gnomon.core.errors import GnomonError
+from gnomon.core.manifest import find_manifest
 
 INDEX = "model.safetensors.index.json"
 
@@ -96,6 +98,36 @@ def test_links_out_of_the_folder_are_refused(folder: Path, tmp_path: Path, name:
     with pytest.raises(GnomonError, match="is a link that leads out of the folder"):
         open_checkpoint(folder)
         companions(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "one.safetensors", "gnomon.json"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "loop"])
+def test_what_is_no_file_is_refused(folder: Path, name: str, kind: str) -> None:
+    """Reading a named pipe would wait forever."""
+    place = folder / name
+    place.unlink(missing_ok=True)
+    {"pipe": lambda: os.mkfifo(place), "folder": place.mkdir, "loop": lambda: place.symlink_to(name)}[kind]()
+    with pytest.raises(GnomonError, match=r"is no regular file|is a link that leads to itself|holds neither"):
+        find_manifest(folder)
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_hidden_layers": 10**7}, r"10,000,000 layers \(num_hidden_layers; limit 3\).* holds 3 tensors"),
+        ({"n_layer": 0}, "0 layers"),
+        ({"text_config": {"num_hidden_layers": 4}}, "4 layers"),
+        ({"vision_config": {"num_layers": 10**7}}, "10,000,000 layers"),
+        ({"num_labels": 10**9}, r"1,000,000,000 parts \(num_labels; limit 1,000,000\)"),
+        ({"num_local_experts": 10**9}, "num_local_experts"),
+    ],
+)
+def test_more_parts_than_a_checkpoint_holds(folder: Path, config: dict[str, Any], message: str) -> None:
+    """Transformers would build them for hours."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    with pytest.raises(GnomonError, match=message):
+        open_checkpoint(folder)
 
 
 def test_links_inside_and_of_the_hub_cache_are_followed(folder: Path, tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def check_folder(
     form = source.form or PLAIN
     weights = Weights(source.checkpoint, form, manifest.tensors)
     wrong = _unpaired(weights.groups, manifest.tensors, "gnomon.json")
+    if manifest.form != form.name:
+        wrong.append(f"stored as {form.name}, but gnomon.json says {manifest.form!r}")
     if against is not None:
         recorded = find_manifest(against.folder)
         theirs = Weights(against.checkpoint, against.form or PLAIN, recorded.tensors if recorded else {})

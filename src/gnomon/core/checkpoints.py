@@ -28,6 +28,14 @@ GNOMON_TYPE = "gnomon_"
 """Prefix of `model_type` in folders that Transformers alone must not load."""
 
 MAX_JSON = 100_000_000
+_DEPTHS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
+_MOST = {
+    "num_experts": 100_000,
+    "num_local_experts": 100_000,
+    "n_routed_experts": 100_000,
+    "num_labels": 1_000_000,
+}
+"""Far above any model; Transformers makes an object for each."""
 TEMPLATES = "additional_chat_templates"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz"}
 
@@ -66,6 +74,28 @@ class Checkpoint:
         return kind_of(self.config)
 
 
+def require_plausible(path: Path, config: Mapping[str, Any], tensors: int) -> None:
+    """Refuse a configuration of more parts than its checkpoint can hold, before Transformers builds any of them.
+
+    Args:
+        path: of the configuration, for messages.
+        tensors: how many the checkpoint holds.
+
+    Raises:
+        GnomonError: without layers, with more layers than tensors, or with absurdly many experts or labels.
+    """
+    inner = {name: values for name, values in config.items() if isinstance(values, dict)}
+    for part, values in {"": config, **inner}.items():
+        for name in values.keys() & (_DEPTHS | _MOST.keys()):
+            value, limit = values[name], _MOST.get(name, tensors)
+            none_is_wrong = name in _DEPTHS and part in ("", "text_config")
+            if type(value) is int and not none_is_wrong <= value <= limit:
+                raise GnomonError(
+                    f"{path} speaks of {value:,} {'layers' if name in _DEPTHS else 'parts'} ({name}; limit "
+                    f"{limit:,}), but the folder holds {tensors:,} tensors. One of them is damaged."
+                )
+
+
 def kind_of(config: Mapping[str, Any]) -> Kind:
     """What sort of weights belong to a configuration."""
     if model_type(config).startswith(GNOMON_TYPE):
@@ -102,6 +132,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     config = read_object(checked(folder, CONFIG))
     if not isinstance(config.get("model_type", ""), str):
         raise damaged(folder / CONFIG, f"its model_type is {config['model_type']!r}")
+    checkpoint = _opened(folder, config)
+    require_plausible(folder / CONFIG, config, len(checkpoint.entries))
+    return checkpoint
+
+
+def _opened(folder: Path, config: Mapping[str, Any]) -> Checkpoint:
     stem = GNOMON_STEM if kind_of(config) == "gnomon" else DENSE_STEM
     single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
     if (folder / single).exists() or (folder / single).is_symlink():  # Transformers prefers it, too
@@ -151,11 +187,20 @@ def checked(folder: Path, name: str) -> Path:
             "or made to reach other files."
         )
     path = folder / name
-    if path.is_symlink() and (target := path.resolve()).parent not in _own_folders(folder):
+    if path.is_symlink() and (target := _target(path)).parent not in _own_folders(folder):
         raise GnomonError(
             f"{path} is a link that leads out of the folder, to {target}. Put the file itself in its place."
         )
+    if path.exists() and not path.is_file():  # reading a named pipe would wait forever
+        raise GnomonError(f"{path} is no regular file. Put the file of this name in its place.")
     return path
+
+
+def _target(link: Path) -> Path:
+    try:
+        return link.resolve()
+    except (OSError, RuntimeError):  # what Python 3.11 says to a loop
+        raise GnomonError(f"{link} is a link that leads to itself. Put the file in its place.") from None
 
 
 def _own_folders(folder: Path) -> tuple[Path, ...]:
@@ -173,7 +218,7 @@ def companions(folder: Path) -> list[Path]:
             found.append(checked(folder, path.name).relative_to(folder))
     templates = folder / TEMPLATES
     if templates.is_dir() and not templates.is_symlink():
-        inside = sorted(templates.glob("*.jinja"))
+        inside = sorted(path for path in templates.glob("*.jinja") if path.is_file())
         found += [path.relative_to(folder) for path in inside if not path.is_symlink()]
     return found
 

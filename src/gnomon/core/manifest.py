@@ -144,7 +144,10 @@ def _digest(value: Mapping[str, Any]) -> Digest:
         raise ValueError(f"unknown dtype {dtype!r}")
     if not is_sizes(shape):
         raise TypeError("shape is no list of sizes")
-    return Digest(dtype, tuple(shape), _sha256(value["sha256"]))
+    digest = Digest(dtype, tuple(shape), _sha256(value["sha256"]))
+    if digest.nbytes >= 2**63:
+        raise ValueError(f"shape {shape} is beyond any memory")
+    return digest
 
 
 def _text(value: Any) -> str:

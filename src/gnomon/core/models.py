@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import smollm2, tiny
+from .checkpoints import require_plausible
 from .errors import GnomonError, UsageError, nearest, unknown
 from .files import read_json
 from .refs import EMBEDDED, TINY, as_path
@@ -37,7 +38,6 @@ DTYPES = {
 }
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_DEPTHS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "README.md"]
 _UNWANTED = ["*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "consolidated*"]
@@ -201,7 +201,7 @@ def _check_folder(folder: Path) -> None:
     config = read_json(folder / "config.json")
     if not isinstance(config, dict) or not isinstance(model_type := config.get("model_type", ""), str):
         raise GnomonError(f"{folder / 'config.json'} is no model's configuration. The file is damaged.")
-    _check_depth(folder, config)
+    require_plausible(folder / "config.json", config, _tensors(folder))
     if model_type.startswith("gnomon_"):
         try:
             importlib.import_module("gnomon.hf")
@@ -214,23 +214,12 @@ def _check_folder(folder: Path) -> None:
             ) from None
 
 
-def _check_depth(folder: Path, config: dict[str, Any]) -> None:
-    """Refuse a configuration without layers, or with more than tensors, before any is built."""
-    inner = config.get("text_config")
-    for values in (config, inner if isinstance(inner, dict) else {}):
-        for name in _DEPTHS & values.keys():
-            layers, tensors = values[name], _tensors(folder)
-            if isinstance(layers, int) and not 1 <= layers <= tensors:
-                raise GnomonError(
-                    f"{folder / 'config.json'} speaks of {layers:,} layers ({name}), but the folder holds "
-                    f"{tensors:,} tensors. One of them is damaged."
-                )
-
-
 def _tensors(folder: Path) -> int:
     """Tensors of all shards, by their headers."""
     count = 0
     for shard in folder.glob("*.safetensors"):
+        if not shard.is_file():  # opening a named pipe would wait forever
+            raise GnomonError(f"{shard} is no regular file. Put the file of this name in its place.")
         try:
             with safe_open(shard, "pt") as file:
                 count += len(file.keys())

@@ -147,7 +147,9 @@ def run(
     ranks = Ranks.from_environment()
     folder = ranks.agree(_attempt(Path(runs).absolute() / found.name, name, again=again))
     tell = progress or (lambda line: None)
-    if _finished(folder):
+    if ranks.agree(
+        _finished(folder)
+    ):  # a late rank would see what the first has just finished, and leave it alone
         if not _same_code(read_config(folder), current_code(found, config)):
             tell(f"{folder} was made by other code than the present one. --again runs the present one.")
         return load_result(folder)

@@ -80,7 +80,7 @@ def test_outputs_are_bit_for_bit_those_of_the_model(name: str, dtype: torch.dtyp
     expected = model(TOKENS).logits
     assert compress_model(model, config=EVERYTHING) is model
     assert sum(isinstance(m, NF12Weight) for m in model.modules()) > 10
-    assert not any(type(m) is nn.Linear for m in model.modules())
+    assert sum(type(m) is nn.Linear for m in model.modules()) == (name == "olmo")  # keeps a last parameter
     assert torch.equal(model(TOKENS).logits, expected)
     decompress_model(model)
     assert torch.equal(model(TOKENS).logits, expected)
@@ -197,6 +197,48 @@ def test_refused_models() -> None:
         compress_model(plain().to("meta"), config=EVERYTHING)
     with pytest.raises(UsageError, match="Plain has no NF12 layers"):
         decompress_model(plain())
+
+
+def test_a_model_of_which_only_a_part_is_loaded_is_left_as_it_is() -> None:
+    """accelerate leaves layers of a device map on the meta device."""
+    model = plain()
+    model.out = nn.Linear(16, 40, device="meta")
+    with pytest.raises(UsageError, match=r"out\.weight is on the meta device"):
+        compress_model(model, config=EVERYTHING)
+    assert not any(isinstance(m, NF12Weight) for m in model.modules())
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(0, 8), (8, 0)])
+def test_an_empty_matrix_is_kept(inputs: int, outputs: int) -> None:
+    model = plain()
+    model.empty = nn.utils.skip_init(nn.Linear, inputs, outputs, dtype=torch.bfloat16)
+    compress_model(model, config=EVERYTHING)
+    assert type(model.empty) is nn.Linear
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_transformers_model_keeps_one_parameter(tied: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """OLMo's norms have no weights, and `model.dtype` needs one. A module of somebody's own needn't have any."""
+    caplog.set_level(logging.INFO, logger="gnomon")
+    model = family("olmo", tie_word_embeddings=tied)
+    before = model(TOKENS).logits
+    compress_model(model, config=EVERYTHING)
+    [(name, _)] = model.named_parameters()
+    assert name.endswith("k_proj.weight")  # the smallest
+    assert "k_proj.weight: the model's last parameter" in caplog.text
+    assert (model.dtype, model.device.type) == (torch.bfloat16, "cpu")
+    assert torch.equal(model(TOKENS).logits, before)
+    own = compress_model(nn.Sequential(nn.Linear(16, 16, bias=False).bfloat16()), config=EVERYTHING)
+    assert not list(own.parameters())
+
+
+def test_what_only_a_tensor_has_is_refused_with_the_way_out() -> None:
+    weight = compress_model(plain(), config=EVERYTHING).out.weight
+    for name in ("T", "size", "data"):
+        with pytest.raises(AttributeError, match=r"the matrix is encoded\. Decode it"):
+            getattr(weight, name)
+    with pytest.raises(AttributeError, match="no attribute 'stranger'"):
+        getattr(weight, "stranger")  # noqa: B009
 
 
 def test_hooks_are_not_lost_silently() -> None:

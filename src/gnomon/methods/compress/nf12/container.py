@@ -244,8 +244,8 @@ def why_raw(shape: Sequence[int], dtype: torch.dtype, config: NF12Config) -> str
         return f"{str(dtype).removeprefix('torch.')}, not bfloat16"
     if len(shape) != 2:
         return f"{len(shape)} axes, not 2"
-    if (elements := shape[0] * shape[1]) < config.min_elements:
-        return f"{elements} elements, fewer than {config.min_elements}"
+    if (elements := shape[0] * shape[1]) < max(1, config.min_elements):
+        return f"{elements} elements, fewer than {max(1, config.min_elements)}"
     return ""
 
 

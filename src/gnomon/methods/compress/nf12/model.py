@@ -65,7 +65,8 @@ def compress_model(model: Model, skip: str | Sequence[str] = (), config: NF12Con
         config: thresholds.
 
     Returns:
-        `model`. What was kept, and why, is logged under "gnomon".
+        `model`. What was kept, and why, is logged under "gnomon". A Transformers model keeps one parameter: where
+        everything could be encoded (OLMo's norms have no weights), the smallest matrix.
 
     Raises:
         UsageError: nothing to encode, a `skip` that matches nothing, weights on the meta device, or hooks on a
@@ -77,11 +78,21 @@ def compress_model(model: Model, skip: str | Sequence[str] = (), config: NF12Con
     for matrix in matrices:
         if matrix.names[0] not in kept and matrix.weight.numel() >= config.min_elements:
             _check_hooks(matrix)
+            if matrix.weight.is_meta:
+                raise UsageError(
+                    f"{matrix.names[0]} is on the meta device and has no values. Load the whole model first, "
+                    "without leaving layers to the disk."
+                )
+    if hasattr(model, "save_pretrained"):
+        _smallest_last(matrices, kept)
     before = after = count = 0
     while matrices:
         matrix = matrices.pop(0)  # lets go of the parameter once its modules are replaced
         name = matrix.names[0]
         if name in kept:
+            continue
+        if hasattr(model, "save_pretrained") and all(one is matrix.weight for one in model.parameters()):
+            kept[name] = "the model's last parameter: Transformers reads dtype and device of a model off one"
             continue
         encoded, why = choose(matrix.weight, config, float32=True)
         if encoded is None:
@@ -223,6 +234,14 @@ def _skipped(matrices: list[_Matrix], skip: Sequence[str]) -> dict[str, str]:
             raise unknown("layer in skip", pattern, (name for matrix in matrices for name in matrix.names))
         kept |= {matrix.names[0]: f"skip={pattern!r}" for matrix in hit}
     return kept
+
+
+def _smallest_last(matrices: list[_Matrix], kept: Mapping[str, str]) -> None:
+    """Move the smallest matrix that isn't kept anyway to the end: whoever has to stay, it is that one."""
+    candidates = [matrix for matrix in matrices if matrix.names[0] not in kept]
+    if candidates:
+        smallest = min(candidates, key=lambda matrix: matrix.weight.numel())
+        matrices.sort(key=lambda matrix: matrix is smallest)
 
 
 def _check_hooks(matrix: _Matrix) -> None:

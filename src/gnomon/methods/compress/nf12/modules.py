@@ -67,6 +67,18 @@ class NF12Weight(nn.Module):
             self.__dict__["_tensor"] = held
         return held
 
+    def __getattr__(self, name: str) -> Any:
+        """As a module, but what only a tensor has is refused with the way to get one."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not hasattr(Tensor, name):
+                raise
+        raise AttributeError(
+            f"NF12Weight has no {name!r}: the matrix is encoded. Decode it (weight.tensor.decode()), or the whole "
+            "model (decompress_model, or model.dequantize() of a loaded one)."
+        )
+
     @property
     def dtype(self) -> torch.dtype:
         return self._like.dtype
