@@ -234,10 +234,13 @@ def test_wrong_chains_are_refused_before_anything_is_read(
         (".", "holds the folder of the model"),
         ("link", "is the folder of the model"),
         ("file", "is a file, but the result is a folder"),
+        ("file/below/out", r"file is a file, so .*below/out can't lie in it"),
+        ("loop", "loop is no place to write to"),
     ],
 )
 def test_places_that_are_never_written(out: str, message: str, model: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(model)
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").write_text("mine")
     for force in (False, True):
         with pytest.raises(UsageError, match=message):

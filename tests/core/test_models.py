@@ -64,10 +64,10 @@ def test_tiny_model_by_default_and_with_dtype() -> None:
 
 
 def test_half_precision_is_the_default_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert models._dtype(None, torch.device("cuda")) == torch.bfloat16
-    assert models._dtype(None, torch.device("cpu")) == torch.float32
+    assert models.as_dtype(None, torch.device("cuda")) == torch.bfloat16
+    assert models.as_dtype(None, torch.device("cpu")) == torch.float32
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert models._device(None).type == "cuda"
+    assert models.as_device(None).type == "cuda"
 
 
 def test_a_folder_gives_back_its_weights_in_the_asked_dtype(saved: Path) -> None:

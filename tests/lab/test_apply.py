@@ -30,6 +30,13 @@ def nf12(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_models_and_folders_may_be_paths(nf12: Path, tmp_path: Path) -> None:
+    gnomon.apply("dense", model=nf12, out=tmp_path / "back")
+    assert gnomon.check(nf12, against=tmp_path / "back").against == "back"
+    with pytest.raises(UsageError, match=r"There is no folder .*nowhere\. gnomon check verifies"):
+        gnomon.check(tmp_path / "nowhere")
+
+
 @pytest.mark.parametrize("name", methods())
 def test_every_name_in_the_table_has_its_method(name: str) -> None:
     found = find_method(name)

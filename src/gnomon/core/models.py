@@ -72,8 +72,8 @@ def load(
         UsageError: unknown name, dtype or device; a tiny architecture or size that doesn't exist.
         GnomonError: not fetched, no safetensors, needs code that isn't there, or the hub fails.
     """
-    where = _device(device)
-    kind = _dtype(dtype, where)
+    where = as_device(device)
+    kind = as_dtype(dtype, where)
     if name in EMBEDDED:
         model, tokenizer = _pretrained(str(_embedded(name)), kind, attn, local=True)
     elif name.startswith(TINY):
@@ -148,7 +148,12 @@ def _embedded(name: str) -> Path:
     return folder
 
 
-def _device(device: str | None) -> torch.device:
+def as_device(device: str | None) -> torch.device:
+    """The device of this name; by default the GPU where there is one.
+
+    Raises:
+        UsageError: no such device, or none here.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -162,7 +167,12 @@ def _device(device: str | None) -> torch.device:
     return found
 
 
-def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+def as_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype of this name; by default float32 on a CPU and bfloat16 elsewhere.
+
+    Raises:
+        UsageError: unknown name.
+    """
     if dtype is None:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if isinstance(dtype, torch.dtype):

@@ -24,12 +24,18 @@ def require_target(out: Path, source: Path, *, force: bool, file: bool = False) 
         file: the result is a file, not a folder.
 
     Raises:
-        UsageError: `out` is, holds or lies in the input; something stands there that may not be replaced.
+        UsageError: `out` is, holds or lies in the input, or lies in a file; something stands there that may not be
+            replaced.
     """
-    out, source = out.expanduser().resolve(), source.resolve()
+    try:
+        out, source = out.expanduser().resolve(), source.resolve()
+    except (OSError, RuntimeError) as error:  # a link to itself, `~` of nobody
+        raise UsageError(f"{out} is no place to write to ({error}). Choose another one.") from None
     if out == source or out.is_relative_to(source) or source.is_relative_to(out):
         where = "is" if out == source else "lies inside" if out.is_relative_to(source) else "holds"
         raise UsageError(f"{out} {where} the folder of the model. Write the result elsewhere.")
+    if (above := next(parent for parent in out.parents if parent.exists())).is_file():
+        raise UsageError(f"{above} is a file, so {out} can't lie in it. Choose another place.")
     if not out.exists():
         return out
     if file and out.is_file():

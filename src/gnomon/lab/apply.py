@@ -13,8 +13,9 @@ from typing import Any
 from gnomon.core.applying import DENSE, Applied, Method, Source, TensorMethod, apply_method
 from gnomon.core.checking import CheckReport, check_folder
 from gnomon.core.checkpoints import GNOMON_TYPE, model_type, open_checkpoint
-from gnomon.core.errors import GnomonError, unknown
+from gnomon.core.errors import GnomonError, UsageError, unknown
 from gnomon.core.models import model_folder
+from gnomon.core.refs import as_path
 from gnomon.systems import SYSTEMS
 
 from .config import coerce
@@ -44,7 +45,7 @@ def find_method(name: str) -> Method:
 def apply(
     name: str,
     *,
-    model: str,
+    model: str | Path,
     out: str | Path,
     force: bool = False,
     progress: Callable[[str], None] = lambda line: None,
@@ -65,12 +66,15 @@ def apply(
     """
     method = find_method(name)
     chosen = _settings(method, settings)
-    with _source(model) as source:
+    with _source(str(model)) as source:
         return apply_method(method, source, Path(out), chosen, force=force, progress=progress)
 
 
 def check(
-    folder: str | Path, *, against: str | None = None, progress: Callable[[str], None] = lambda line: None
+    folder: str | Path,
+    *,
+    against: str | Path | None = None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> CheckReport:
     """Verify a folder that :func:`apply` wrote: headers, bounds, and the SHA-256 of every tensor.
 
@@ -78,11 +82,14 @@ def check(
         against: a model whose weights must be equal, bit for bit.
 
     Raises:
+        UsageError: there is no such folder, or no such model to compare it with.
         GnomonError: whatever is not as recorded.
     """
+    if not as_path(str(folder)).is_dir():
+        raise UsageError(f"There is no folder {folder}. gnomon check verifies one that gnomon apply wrote.")
     with ExitStack() as stack:
         source = stack.enter_context(_source(str(folder)))
-        other = stack.enter_context(_source(against)) if against is not None else None
+        other = stack.enter_context(_source(str(against))) if against is not None else None
         return check_folder(source, other, progress)
 
 

@@ -65,8 +65,14 @@ def test_a_model_comes_back_from_its_folder(tmp_path: Path, name: str, tied: boo
 def test_a_loaded_model_is_saved_by_itself(tmp_path: Path) -> None:
     model = compressed()
     save_nf12(model, tmp_path / "one")
-    save_nf12(load_nf12(tmp_path / "one"), tmp_path / "two")
+    loaded = load_nf12(tmp_path / "one")
+    save_nf12(loaded, tmp_path / "two")
     assert_equal(parameters(load_nf12(tmp_path / "two")), parameters(model))
+    with pytest.raises(UsageError, match=r"two exists and is not empty\. .* force=True"):
+        save_nf12(loaded, tmp_path / "two")
+    loaded.model.norm.weight.data.zero_()
+    save_nf12(loaded, tmp_path / "one", force=True)  # over the very files that its planes may be mapped from
+    assert_equal(parameters(load_nf12(tmp_path / "one")), parameters(loaded))
 
 
 def test_a_float32_model_of_bfloat16_values_is_saved(tmp_path: Path) -> None:
@@ -80,6 +86,10 @@ def test_refusals(tmp_path: Path) -> None:
         save_nf12(tiny_family("llama"), tmp_path / "D")
     with pytest.raises(UsageError, match=r"is no folder with a config\.json"):
         load_nf12(tmp_path / "missing")
+    with pytest.raises(UsageError, match="Unknown dtype 'fp8'"):
+        load_nf12(tmp_path / "missing", dtype="fp8")
+    with pytest.raises(UsageError, match="Unknown device 'gpu'"):
+        load_nf12(tmp_path / "missing", device="gpu")
     model = compressed()
     (tmp_path / "D").mkdir()
     (tmp_path / "D" / "precious.txt").write_text("mine")

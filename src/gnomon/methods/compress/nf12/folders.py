@@ -35,7 +35,8 @@ def save_nf12(
 
     Args:
         min_elements: smallest matrix stored as planes; by default the smallest that the model has on planes.
-        force: replace what stands there, if it is a model.
+        force: replace what stands there, if it is a model. A model that was loaded from such a folder writes into
+            what stands there, as `save_pretrained` does.
 
     Raises:
         UsageError: no NF12 layers, or `folder` may not be written.
@@ -46,7 +47,12 @@ def save_nf12(
             f"{type(model).__name__} has no NF12 layers. Call compress_model first, or convert its folder: "
             "gnomon apply nf12 --model M --out D"
         )
+    folder = Path(folder)
     if vars(model).get("save_pretrained") is not refuse_to_save:
+        if not force and folder.is_dir() and any(folder.iterdir()):
+            raise UsageError(
+                f"{folder} exists and is not empty. Choose another folder or pass force=True to write into it."
+            )
         model.save_pretrained(folder)  # loaded through gnomon.hf, which gave it a way to save itself
         return
     from gnomon.core.applying import Source, apply_method
@@ -57,7 +63,6 @@ def save_nf12(
 
     smallest = min(module.shape.numel() for module in on_planes)
     settings = NF12Settings(min_elements=smallest if min_elements is None else min_elements)
-    folder = Path(folder)
     name = Path(str(model.name_or_path or type(model).__name__)).name
     with tempfile.TemporaryDirectory(dir=existing_parent(folder), prefix=f".{folder.name}-dense-") as dense:
         type(model).save_pretrained(model, dense, state_dict=decoded_state(model))
@@ -73,14 +78,16 @@ def load_nf12(folder: str | Path, *, dtype: Any = "auto", device: str | None = N
         device: by default the CPU.
 
     Raises:
-        UsageError: no such folder, or a model in another form.
+        UsageError: no such folder, dtype or device, or a model in another form.
         GnomonError: a damaged folder.
     """
     import transformers
 
     from gnomon.core.files import read_json
-    from gnomon.core.models import require
+    from gnomon.core.models import as_device, as_dtype, require
 
+    where = as_device(device or "cpu")
+    dtype = dtype if dtype == "auto" else as_dtype(dtype, where)
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} is no folder with a config.json. gnomon apply nf12 writes one.")
@@ -93,7 +100,7 @@ def load_nf12(folder: str | Path, *, dtype: Any = "auto", device: str | None = N
     model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, local_files_only=True, trust_remote_code=False
     )
-    return model.eval() if device is None else model.eval().to(device)
+    return model.eval().to(where)
 
 
 def decoded_state(model: nn.Module) -> dict[str, Tensor]:
