@@ -408,3 +408,16 @@ def test_install_refuses_strangers() -> None:
         install(plain(), {"body.1.wieght": t})
     with pytest.raises(UsageError, match=r"out\.weight is \(40, 16\) in the model, but .* \(16, 16\)"):
         install(plain(), {"out.weight": t})
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_jacobians_of_a_model_on_planes(mode: str) -> None:
+    """`gnomon run tlcm --model D`: truth is the plain model. Forward mode is `torch.func.jvp`."""
+    from gnomon.methods.interpret import tlcm
+
+    found = []
+    for model in (family(dtype=torch.float32), compress_model(family(dtype=torch.float32), config=EVERYTHING)):
+        trace = tlcm.capture(model, TOKENS)
+        found.append(tlcm.layer_jacobian(model, trace, 0, 4, mode=mode))
+    assert torch.equal(found[0], found[1])
+    assert found[0].norm() > 0.1
