@@ -416,7 +416,10 @@ def test_jacobians_of_a_model_on_planes(mode: str) -> None:
     from gnomon.methods.interpret import tlcm
 
     found = []
-    for model in (family(dtype=torch.float32), compress_model(family(dtype=torch.float32), config=EVERYTHING)):
+    for model in (
+        family(dtype=torch.float32),
+        compress_model(family(dtype=torch.float32), config=EVERYTHING),
+    ):
         trace = tlcm.capture(model, TOKENS)
         found.append(tlcm.layer_jacobian(model, trace, 0, 4, mode=mode))
     assert torch.equal(found[0], found[1])

@@ -32,10 +32,15 @@ GNOMON_INLINE void widen(float* to, V v) {
 }
 
 inline void prepare(const void* x, int64_t from, int64_t columns, int dtype, X* to, int64_t stride) {
-  for (int64_t k = 0; k < stride; k++) {
-    const int64_t lane = k % STEP, at = k - lane + lane % 2 * 16 + lane / 2;
-    to[at] = k < columns ? take(x, from + k, dtype) : 0;
-  }
+  const int64_t whole = columns / STEP * STEP;
+  for (int64_t k = 0; k < whole; k += STEP)
+    for (int64_t i = 0; i < STEP / 2; i++) {
+      to[k + i] = take(x, from + k + 2 * i, dtype);
+      to[k + STEP / 2 + i] = take(x, from + k + 2 * i + 1, dtype);
+    }
+  std::fill(to + whole, to + stride, X(0));
+  for (int64_t k = whole; k < columns; k++)
+    to[whole + (k - whole) % 2 * (STEP / 2) + (k - whole) / 2] = take(x, from + k, dtype);
 }
 
 }  // namespace avx512
