@@ -463,7 +463,7 @@ def test_exact_tests_by_hand(options, ours, theirs, verdict, p):
         (Count(metric="loss", equals=38), [38.0, 37.0], "fails", 37),
         (Count(metric="loss", minimum=12), [12.0, 15.0], "holds", 12),
         (Count(metric="loss", minimum=12), [11.0], "fails", 11),
-        (Count(metric="loss", maximum=16), [6.0, 16.0], "holds", 6),
+        (Count(metric="loss", maximum=16), [6.0, 16.0], "holds", 16),
         (Count(metric="loss", maximum=16), [6.0, 17.0], "fails", 17),
     ],
 )

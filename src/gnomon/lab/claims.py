@@ -118,9 +118,10 @@ class Count(_EachRecord):
         values = self._values(frame)
         if self.equals is not None:
             right = values == self.equals
-        else:
-            right = values >= self.minimum if self.minimum is not None else values <= self.maximum
-        return self._verdict(values, right, float(values[np.argmin(right)]))
+            return self._verdict(values, right, float(values[np.argmin(right)]))
+        if self.minimum is not None:
+            return self._verdict(values, values >= self.minimum, float(values.min()))
+        return self._verdict(values, values <= self.maximum, float(values.max()))
 
     def describe(self) -> str:
         limits = {"equals": self.equals, "is at least": self.minimum, "is at most": self.maximum}

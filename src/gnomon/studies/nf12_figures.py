@@ -95,7 +95,7 @@ def products_grid(records: pd.DataFrame, done: dict[str, list[Done]], path: Path
                 limit = small["value"].median() / bound
                 ax.plot(limit, y, marker="D", markersize=5, markerfacecolor="none", color=f"C{k}")
     ax.axvline(1, color="grey", linewidth=0.8, linestyle="--")
-    labels = [f"{shape}\n{threads} thread{'s' if threads > 1 else ''}" for shape, threads in cells]
+    labels = [f"{shape}\n{threads:g} thread{'s' if threads > 1 else ''}" for shape, threads in cells]
     ax.set_yticks(range(len(cells)), labels)
     ax.invert_yaxis()
     ax.set(xscale="log", xlabel="time over NF12's byte bound")
@@ -157,5 +157,6 @@ def cache_room(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -
                      label=f"{count:g} thread{'s' if count > 1 else ''}")  # fmt: skip
     axes[2].set_yticks(range(len(kinds)), kinds)
     axes[2].set(xlabel="tokens per second, one sequence")
-    axes[2].legend(fontsize=8)
+    axes[2].margins(y=0.2)  # room for the legend above the last bar
+    axes[2].legend(fontsize=8, loc="upper left", ncols=2)
     fig.savefig(path)
