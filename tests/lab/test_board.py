@@ -41,7 +41,8 @@ def test_the_index_lists_every_system_and_works_first(tmp_path: Path, results: P
     assert statuses == sorted(statuses, reverse=True) and statuses[0] == "works"
     for system in SYSTEMS:
         assert system.name in page.text and system.summary in page.text
-    assert rows[0]["data-verdicts"] == "holds fails undecided"
+    verdicts = [row["data-verdicts"] for row in rows]
+    assert [text for text in verdicts if text] == ["holds fails undecided"]  # the one system with a result
     assert "2 hold" in page.text and "1 fails" in page.text
 
 

@@ -77,7 +77,7 @@ class NF12Study(StudyConfig):
             "bases": (97, 112),
             "shapes": ("1024x2048", "8192x96"),
             "cores": (1,),
-            "repeats": 3,
+            "repeats": 2,
             "bulk_shape": "256x512",
             "prompt": 8,
             "new": 4,
