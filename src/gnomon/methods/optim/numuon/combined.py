@@ -108,7 +108,8 @@ class MuonWithAdamW(NuMuon):
         adamw(
             params,
             [p.grad for p in params],
-            *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")),
+            exp_avgs=[state["exp_avg"] for state in states],
+            exp_avg_sqs=[state["exp_avg_sq"] for state in states],
             max_exp_avg_sqs=[],
             state_steps=[state["step"] for state in states],
             amsgrad=False,

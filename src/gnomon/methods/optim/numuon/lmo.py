@@ -71,8 +71,8 @@ def top_k(
     """The k leading singular triples of M, by one of `BACK_ENDS`.
 
     - `svd`: exact.
-    - `gram`: exact to the same tolerance, from the eigenvectors of the smaller Gram matrix; falls back to `svd`
-      where squaring loses too much.
+    - `gram`: from the eigenvectors of the smaller Gram matrix. U_k V_kᵀ has exactly k unit singular values and
+      ⟨M, U_k V_kᵀ⟩ is the best to 1e-5; falls back to `svd` where squaring loses more.
     - `krylov`: randomised block Krylov (Algorithm 3); exact where its basis would span everything.
     - `lowrank`: randomised subspace iteration, what `torch.svd_lowrank` does. That one draws from the global
       generator, so the replicas of data parallelism would drift apart; this one doesn't.
@@ -159,8 +159,9 @@ def _by_svd(a: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def _by_gram(a: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """V_k from AᵀA; U_k = A V_k Σ_k⁻¹, made orthonormal by Newton-Schulz steps X ← X(3I − XᵀX)/2.
 
-    Eigenvectors of AᵀA are good to ε(σ_1/σ_k)². What that costs shows in the columns of A V_k Σ_k⁻¹: each step
-    squares their distance E from orthonormal, ‖E‖ → ¾‖E‖², so two steps repair .03. Beyond .1 the SVD is taken.
+    Squaring costs the small ones: the columns of A V_k Σ_k⁻¹ are orthonormal to E ~ ε(σ_1/σ_k)² only. A step takes
+    ‖E‖ to ¾‖E‖², and the result is the polar factor of A V_k whichever basis of its span V_k is. The span itself
+    leans towards σ_{k+1} by about E, which ⟨M, Δ⟩ feels in second order. Beyond ‖E‖ = .1 the SVD is taken.
     """
     v = torch.linalg.eigh(a.T @ a).eigenvectors[:, -k:].flip(1)  # (n, k) eigenvalues came in ascending order
     w = a @ v  # (m, k)

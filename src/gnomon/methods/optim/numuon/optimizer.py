@@ -143,7 +143,7 @@ class NuMuon(torch.optim.Optimizer):
             raise
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; parameters without a gradient stay as they are.
 
         Returns:
@@ -164,7 +164,7 @@ class NuMuon(torch.optim.Optimizer):
             position += len(group["params"])
         return loss
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where `state_dict()` was taken.
 
         Raises:
@@ -211,22 +211,22 @@ class NuMuon(torch.optim.Optimizer):
     def _step_group(self, group: dict[str, Any], position: int) -> None:
         for index, p in enumerate(group["params"]):
             if p.grad is not None and p.numel():
-                self._update(p, group, position + index)
+                self._update(p, p.grad, group, position + index)
 
-    def _update(self, p: Tensor, group: dict[str, Any], index: int) -> None:
+    def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any], index: int) -> None:
         state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         buffer: Tensor = state["momentum_buffer"]
-        buffer.lerp_(p.grad, 1 - group["momentum"])
-        averaged = p.grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        buffer.lerp_(grad, 1 - group["momentum"])
+        averaged = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         m = whole(averaged).flatten(1)  # (m, n), the whole matrix on every rank
         step = as_sharded(_direction(m, group, state, index).reshape(p.shape), p)
         # One rounding per step: in bfloat16 a decay of 1e-4 alone would round to nothing.
         w = p.to(torch.promote_types(p.dtype, torch.float32))  # p itself unless it is narrower
         lr = float(group["lr"])
         w.mul_(1 - lr * group["weight_decay"])
-        w.add_(step.to(w.dtype), alpha=-lr * shape_scale(*m.shape, group["lr_adjust"]))
+        w.add_(step.to(w.dtype), alpha=-lr * shape_scale(m.shape[0], m.shape[1], group["lr_adjust"]))
         if w is not p:
             p.copy_(w)
 

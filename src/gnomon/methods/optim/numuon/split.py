@@ -22,6 +22,7 @@ FUSED = "is several matrices fused into one, which would have to share a rank"
 ROUTER = "is a router, which has a row for each expert"
 ADAPTER = "is a factor of an adapter, whose rank is limited already"
 
+_TABLES = ("embed_tokens", "embed_positions", "embed_in", "word_embeddings", "wte", "wpe")
 _QKV = (
     "qkv",
     "qkv_proj",
@@ -34,8 +35,7 @@ _QKV = (
     "in_proj_weight",
 )
 _NAMES = {
-    VOCABULARY: ("embed_tokens", "embed_positions", "embed_in", "embed_out", "word_embeddings")
-    + ("wte", "wpe", "lm_head"),
+    VOCABULARY: (*_TABLES, "lm_head", "embed_out"),
     FUSED: (*_QKV, "gate_up_proj", "in_proj"),
     ROUTER: ("gate", "router", "shared_expert_gate"),
     ADAPTER: ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"),
