@@ -35,10 +35,10 @@ class RankSchedule:
                     "kept. 1 is Muon; the smallest useful one keeps a single direction, 1 / min(rows, columns)."
                 )
         shares = [share for share, _ in self.points]
-        if not shares or not all(0 <= share <= 1 for share in shares) or sorted(set(shares)) != shares:
+        if not shares or not all(0 <= share <= 1 for share in shares) or sorted(shares) != shares:
             raise UsageError(
-                f"The points of a rank schedule begin at {shares}, which must be shares of the run in [0, 1], each "
-                "larger than the one before."
+                f"The points of a rank schedule begin at {shares}, which must be shares of the run in [0, 1], "
+                "none smaller than the one before."
             )
         if self.kind == "piecewise" and shares[0] != 0:
             raise UsageError(
