@@ -138,7 +138,7 @@ def steps(report: Report, shapes: Sequence[tuple[int, int]], threads: int, repea
     simple.append(work("torch.optim.Muon", torch.optim.Muon(parameters(shapes, FLAT), nesterov=False)))
     report.time("full rank, and AdamW", simple, threads=threads, repeats=min(repeats, 2))
     for least in (FLAT, STEEP):
-        for r in FRACTIONS:
+        for r in FRACTIONS if least == FLAT else FRACTIONS[:-1]:
             contenders = [muon()]
             for method in BACK_ENDS if r < 1 else BACK_ENDS[:1]:
                 optimizer = NuMuon(parameters(shapes, least), rank_fraction=r, topk=method)

@@ -184,7 +184,8 @@ class NuMuon(torch.optim.Optimizer):
 
     def _require_finite(self) -> None:
         """One look at all gradients before anything changes; one synchronisation with the device."""
-        peaks, told = [], []
+        zeros: list[Tensor] = []
+        told: list[str] = []
         for group in self.param_groups:
             names = group.get("param_names", [""] * len(group["params"]))
             for name, p in zip(names, group["params"], strict=True):
@@ -195,12 +196,11 @@ class NuMuon(torch.optim.Optimizer):
                         f"Parameter {name or tuple(p.shape)} has a sparse gradient, as an embedding with sparse=True "
                         "makes. Use sparse=False, or torch.optim.SparseAdam for it."
                     )
-                if p.grad.numel():
-                    peaks.append(whole(p.grad.abs().amax()).float())
-                    told.append(name or f"of shape {tuple(p.shape)}")
-        if not peaks:
+                zeros.append(whole((p.grad * 0).sum()))  # or NaN; a rank's share of the gradient may be empty
+                told.append(name or f"of shape {tuple(p.shape)}")
+        if not zeros:
             return
-        finite = torch.isfinite(torch.stack([peak.to(peaks[0].device) for peak in peaks]))
+        finite = torch.stack([zero.to(zeros[0]) for zero in zeros]) == 0
         if not bool(finite.all()):
             bad = [what for what, fine in zip(told, finite.tolist(), strict=True) if not fine]
             raise NumericalFailure(
