@@ -288,6 +288,30 @@ def test_resuming_equals_going_through(name: str) -> None:
     assert not any(torch.equal(a, b) for a, b in zip(straight, params, strict=True))
 
 
+def test_draws_depend_on_seed_step_and_parameter_only() -> None:
+    """One gradient throughout, so only the random block can make two updates differ."""
+
+    def updates(seed: int) -> list[Tensor]:
+        twins = [parameter(torch.zeros(20, 16)) for _ in range(2)]
+        random = {"topk": "lowrank", "rank_fraction": 0.25, "krylov_iters": 1, "oversample": 0}
+        optimizer = NuMuon(twins, lr=1.0, weight_decay=0, warm_start=False, seed=seed, **random)
+        found = []
+        for _ in range(2):
+            for p in twins:
+                p.grad = randn(20, 16)
+            before = [p.detach().clone() for p in twins]
+            optimizer.step()
+            found += [p.detach() - b for p, b in zip(twins, before, strict=True)]
+        return found
+
+    ambient = torch.random.get_rng_state()
+    first = updates(0)
+    assert torch.equal(torch.random.get_rng_state(), ambient)
+    assert all(torch.equal(a, b) for a, b in zip(first, updates(0), strict=True))
+    different = [*first, *updates(1)]
+    assert not any(torch.allclose(a, b, atol=1e-3) for i, a in enumerate(different) for b in different[:i])
+
+
 def test_the_state_is_as_small_as_promised() -> None:
     """mn of momentum and q · k of warm start, without the wider storage it was cut from."""
     w = parameter(randn(40, 100))
