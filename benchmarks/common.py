@@ -7,11 +7,13 @@ go to `Report.rows`, one dictionary each, whose `kind` is: machine, check, left 
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -199,6 +201,39 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
         )
         for row in [head, *lines]
     )
+
+
+# ------------------------------------------------------------------------------------- the command line
+
+
+def parser_of(doc: str | None, *, threads: list[int], repeats: int) -> argparse.ArgumentParser:
+    """What every benchmark takes; it adds its own."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = ",".join(map(str, threads))
+    parser.add_argument(
+        "--threads", type=threads_of, default=threads, metavar="N,N", help=f"default: {default}"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=repeats, help=f"default: {repeats}; 15 are the fewest with an interval"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON lines here")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny shapes: does it run? Its times mean nothing"
+    )
+    return parser
+
+
+def run(measure: Callable[[Report, argparse.Namespace], None], options: argparse.Namespace) -> int:
+    """Measure and write what was found: the exit status, 1 where a check failed."""
+    report = Report()
+    try:
+        measure(report, options)
+    except Wrong as error:
+        print(f"\nNothing more was timed: {error}", file=sys.stderr)
+        return 1
+    finally:
+        report.write(options.json)
+    return 0
 
 
 # ------------------------------------------------------------------------------------------- the machine

@@ -5,7 +5,7 @@
 Exits 0 where all kernels are right, 1 where one is wrong, and 0 with one sentence where none can run (no CUDA
 device, no Triton). Under TRITON_INTERPRET=1 the checks run on tiny shapes, and nothing is timed.
 
-A kernel joins by one entry in `KERNELS`: a function that calls `bench.check` and `bench.time`.
+A kernel joins by one entry in `KERNELS`: a function that calls `bench.check` and `bench.time_on_device`.
 
 Timing: each contender reads as many separate copies of its operands as make four times the level-2 cache, the
 smallest format deciding the number; one pass over the copies is one CUDA graph, so no launch is waited for; the
@@ -15,62 +15,40 @@ contenders take turns. Reported: median and the 20 % and 80 % quantiles of a pas
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from common import Report, Work, Wrong
 
 from gnomon.core.errors import unknown
+from gnomon.core.timing import copies_for
 from gnomon.kernels.launch import interpreted, why_not
 
 REPEATS = 25
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contender:
-    """One way to do a piece of work: a function per copy of the operands, and the bytes that it has to move."""
-
-    name: str
-    calls: Sequence[Callable[[], object]]
-    bytes: int
-
-
-@dataclass
-class Bench:
-    """Where kernels report to."""
+@dataclass(kw_only=True)
+class Bench(Report):
+    """Where kernels report to: checks and lines as in every benchmark, timing by the device's own clock."""
 
     device: torch.device
     tiny: bool
     """Shapes for an interpreter, and no timing."""
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def check(self, what: str, right: bool, note: str = "") -> None:
-        """Record that something is as it should be, or not."""
-        self.rows.append({"kind": "check", "what": what, "right": bool(right), "note": note})
-        print(f"  {'right' if right else 'WRONG'}  {what}{f'  ({note})' if note else ''}", flush=True)
-
-    def leave_out(self, what: str, reason: str) -> None:
-        """Record what this device can't do."""
-        self.rows.append({"kind": "left out", "what": what, "reason": reason})
-        print(f"  left out: {what}: {reason}", flush=True)
 
     def copies(self, smallest: int) -> int:
         """How many copies of operands of this many bytes make four times the level-2 cache."""
-        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-        return max(1, math.ceil(4 * cache / smallest))
+        return copies_for(smallest, cache=torch.cuda.get_device_properties(self.device).L2_cache_size)
 
     def fits(self, bytes_needed: int) -> bool:
         """Whether the device has this much memory free."""
         return bytes_needed < 0.9 * torch.cuda.mem_get_info(self.device)[0]
 
-    def time(self, what: str, contenders: Sequence[Contender]) -> None:
+    def time_on_device(self, what: str, contenders: Sequence[Work]) -> None:
         """Time contenders in turns; the first is the one that the others are compared with."""
         graphs = [_graph(c.calls) for c in contenders]
         for graph in graphs:
@@ -195,30 +173,30 @@ def nf12_time(bench: Bench, n: int, k: int) -> None:
     outs = [torch.empty_like(w) for w in dense]
     for rows in (1, 8):
         x = torch.randn(rows, k, device=bench.device).bfloat16()
-        bench.time(
+        bench.time_on_device(
             f"nf12 linear {n} x {k}, {rows} row{'s'[: rows > 1]}",
             [
-                Contender(
+                Work(
                     name="nf12 fused",
                     calls=[partial(triton.linear, x, c.sm, c.ex, c.esc, c.base) for c in coded],
                     bytes=t.nbytes,
                 ),
-                Contender(
+                Work(
                     name="bf16, the same kernel",
                     calls=[partial(bf16.linear, x, w) for w in dense],
                     bytes=plain.nbytes,
                 ),
-                Contender(
+                Work(
                     name="torch (vendor)",
                     calls=[partial(torch.nn.functional.linear, x, w) for w in dense],
                     bytes=plain.nbytes,
                 ),
             ],
         )
-    bench.time(
+    bench.time_on_device(
         f"nf12 decode {n} x {k}",
         [
-            Contender(
+            Work(
                 name="nf12 decode",
                 calls=[
                     partial(triton.decode, c.sm, c.ex, c.esc, c.base, k, o)
@@ -226,7 +204,7 @@ def nf12_time(bench: Bench, n: int, k: int) -> None:
                 ],
                 bytes=t.nbytes + plain.nbytes,
             ),
-            Contender(
+            Work(
                 name="copy of BF16",
                 calls=[partial(o.copy_, w) for w, o in zip(dense, outs, strict=True)],
                 bytes=2 * plain.nbytes,
@@ -256,20 +234,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason := why_not(device):
         print(f"Nothing was checked: {reason}.")
         return 0
-    bench = Bench(device, tiny=interpreted())
+    bench = Bench(device=device, tiny=interpreted())
     name = "Triton's interpreter" if bench.tiny else torch.cuda.get_device_name(device)
     bench.rows.append({"kind": "device", "name": name, "torch": torch.__version__})
     print(name)
     for kernel in [options.only] if options.only else KERNELS:
         KERNELS[kernel](bench)
-    lines = [json.dumps(row) for row in bench.rows]
-    if options.json:
-        options.json.write_text("".join(f"{line}\n" for line in lines))
-    else:
-        print(*lines, sep="\n")
-    wrong = [row["what"] for row in bench.rows if row["kind"] == "check" and not row["right"]]
-    print(f"{len(wrong)} checks failed: {'; '.join(wrong)}" if wrong else "All checks passed.")
-    return 1 if wrong else 0
+    bench.write(options.json)
+    if options.json is None:
+        print(bench.lines(), end="")
+    try:
+        bench.stop_if_wrong()
+    except Wrong as error:
+        print(error)
+        return 1
+    print("All checks passed.")
+    return 0
 
 
 if __name__ == "__main__":

@@ -15,16 +15,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from common import Report, Wrong, cores, threads_of
+from common import Report, cores, parser_of, run
 from nf12_bulk import bulk
 from nf12_matrices import Operands, Shape, check
 from nf12_products import products
 
+from gnomon.core.timing import threads_set
 from gnomon.kernels import native
-from gnomon.studies.nf12_timing import threads_set
 
 SHAPES = "16384x8192,49152x576:0.01"
 """The card's matrix, and SmolLM2's vocabulary with the share of exact zeros that its embedding has."""
@@ -72,16 +71,8 @@ def shapes(text: str) -> list[Shape]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--threads", type=threads_of, default=[1, 2], metavar="N,N", help="default: 1,2")
-    parser.add_argument("--repeats", type=int, default=15, help="default: 15, the fewest with an interval")
+    parser = parser_of(__doc__, threads=[1, 2], repeats=15)
     parser.add_argument("--shapes", type=shapes, metavar="NxK:ZEROS,…", help=f"default: {SHAPES}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON lines here")
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny shapes: does it run? Its times mean nothing"
-    )
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"--repeats {options.repeats}: at least 1")
@@ -89,15 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if native.problem():
         print(f"Nothing was timed: {native.problem()}")
         return 0
-    report = Report()
-    try:
-        measure(report, options)
-    except Wrong as error:
-        print(f"\nNothing more was timed: {error}", file=sys.stderr)
-        return 1
-    finally:
-        report.write(options.json)
-    return 0
+    return run(measure, options)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,9 @@
-"""Bulk decoding and encoding of a matrix, beside entropy-coded peers: Huffman, and ZipNN and zstd if installed.
-
-Each decodes the same bytes into memory that is there already, but for ZipNN, whose interface allocates it.
-"""
+"""Bulk decoding and encoding of a matrix, beside entropy-coded peers: Huffman, and ZipNN and zstd if installed."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,76 +16,16 @@ from gnomon.core.timing import spread
 from gnomon.kernels import memory
 from gnomon.kernels.huffman import cpu as huffman
 from gnomon.methods.compress.nf12 import NF12Tensor, encode
-
-FRAME = 1 << 22
-"""Bytes that zstd codes at a time, so that threads have something to share."""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A codec and the matrix in its code."""
-
-    name: str
-    encode: Callable[[], object]
-    decode: Callable[[Any, Tensor], object]
-    """(code, out): out holds the matrix afterwards, or the result does and is copied by `check`."""
-    coded: list[bytes]
-
-    def copies(self, count: int) -> list[list[bytes]]:
-        """The code, `count` times in separate memory."""
-        return [self.coded, *([bytes(bytearray(part)) for part in self.coded] for _ in range(count - 1))]
+from gnomon.studies import nf12_peers
+from gnomon.studies.nf12_peers import Peer
 
 
 def peers(report: Report, w: Tensor, threads: int) -> list[Peer]:
     """Those that are installed; the others are left out by name."""
-    found = []
-    for package, make in (("zipnn", _zipnn), ("zstandard", _zstd)):
-        try:
-            found.append(make(w, threads))
-        except ImportError:
-            report.leave_out(package, f"not installed; pip install {package}")
+    found, absent = nf12_peers.peers(w, threads)
+    for package, reason in absent.items():
+        report.leave_out(package, reason)
     return found
-
-
-def _bytes_of(w: Tensor) -> memoryview:
-    return w.view(torch.uint8).view(-1).numpy().data
-
-
-def _zipnn(w: Tensor, threads: int) -> Peer:
-    import zipnn
-
-    codec = zipnn.ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=threads)
-
-    def encode() -> Any:
-        return codec.compress(bytearray(_bytes_of(w)))  # a copy: it reorders the bytes it is given in place
-
-    def decode(code: list[bytes], out: Tensor) -> Tensor:
-        return torch.frombuffer(codec.decompress(code[0]), dtype=torch.bfloat16).view(out.shape)
-
-    return Peer("ZipNN", encode, decode, [bytes(encode())])
-
-
-def _zstd(w: Tensor, threads: int) -> Peer:
-    import zstandard
-
-    source = _bytes_of(w)
-    pool = ThreadPoolExecutor(threads)
-
-    def one(at: int) -> bytes:
-        return zstandard.ZstdCompressor(level=3).compress(source[at : at + FRAME])
-
-    def encode() -> list[bytes]:
-        return list(pool.map(one, range(0, len(source), FRAME)))
-
-    def decode(code: list[bytes], out: Tensor) -> None:
-        to = _bytes_of(out)
-
-        def into(k: int) -> None:
-            zstandard.ZstdDecompressor().stream_reader(code[k]).readinto(to[k * FRAME : (k + 1) * FRAME])
-
-        list(pool.map(into, range(len(code))))
-
-    return Peer("zstd", encode, decode, encode())
 
 
 def bulk(report: Report, of: Operands, threads: int, repeats: int) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from common import Report, Work, counted, ratio, told
 
 from gnomon.core.errors import GnomonError
+from gnomon.core.evaluate import weight_bytes
 from gnomon.core.generation import generate
-from gnomon.core.models import Loaded, load
-from gnomon.core.timing import spread
-from gnomon.kernels.bf16.module import fast_linears
-from gnomon.methods.compress.nf12 import NF12Weight, compress_model
-from gnomon.studies.nf12_timing import threads_set
+from gnomon.core.models import load
+from gnomon.core.timing import spread, threads_set
+from gnomon.studies.nf12_serving import model_in
 
 MODEL = "smollm2-135m"
 PROMPTS = [
@@ -35,42 +34,31 @@ NF12, MATCHED = "NF12", "BF16, fast_linears"
 
 def generation(report: Report, threads: Sequence[int]) -> None:
     """Time it with each number of threads, or say that the model isn't there."""
-    forms: dict[str, Callable[[], Loaded]] = {
-        NF12: _nf12,
-        MATCHED: _fast,
-        "BF16, torch": partial(load, MODEL, dtype="bfloat16"),
-        "FP32, torch": partial(load, MODEL, dtype="float32"),
+    kinds = {
+        NF12: "NF12",
+        MATCHED: "BF16, matched",
+        "BF16, torch": "BF16, torch",
+        "FP32, torch": "FP32, torch",
     }
     try:
-        models = {name: make() for name, make in forms.items()}
+        tokenizer = load(MODEL, dtype="bfloat16").tokenizer
+        models = {name: model_in(kind, MODEL) for name, kind in kinds.items()}
     except GnomonError as error:
         report.leave_out(f"generation with {MODEL}", str(error))
         return
-    ids = [models[NF12].tokenizer(text).input_ids for text in PROMPTS]
+    ids = [tokenizer(text).input_ids for text in PROMPTS]
     for number in threads:
         for rows, new, repeats in RUNS:
             with threads_set(number):
                 _compare(report, models, ids[:rows], new, repeats, number)
 
 
-def _fast() -> Loaded:
-    loaded = load(MODEL, dtype="bfloat16")
-    fast_linears(loaded.model)
-    return loaded
-
-
-def _nf12() -> Loaded:
-    loaded = load(MODEL, dtype="bfloat16")
-    compress_model(loaded.model)
-    return loaded
-
-
 def _compare(
-    report: Report, models: dict[str, Loaded], ids: list[list[int]], new: int, repeats: int, threads: int
+    report: Report, models: dict[str, Any], ids: list[list[int]], new: int, repeats: int, threads: int
 ) -> None:
     """One table. Each call generates from the prompts on, so their part of the work is in it."""
     calls = {
-        name: partial(generate, m.model, ids, max_new_tokens=new, eos=(), batch_size=len(ids))
+        name: partial(generate, m, ids, max_new_tokens=new, eos=(), batch_size=len(ids))
         for name, m in models.items()
     }
     tokens = {name: call() for name, call in calls.items()}  # the warm-up, too
@@ -84,7 +72,7 @@ def _compare(
     seconds = report.time(
         f"{what} of {MODEL}, {new} new tokens",
         [
-            Work(name=name, calls=[call], bytes=new * weight_bytes(models[name].model))
+            Work(name=name, calls=[call], bytes=new * weight_bytes(models[name]))
             for name, call in calls.items()
         ],
         repeats=repeats,
@@ -100,9 +88,3 @@ def _compare(
     report.note("tokens/s: " + "; ".join(f"{name} {rate:.1f}" for name, rate in rates.items()))
     report.note(f"the same tokens: {', '.join(alike)}")
     report.note(f"NF12 over BF16, torch: {told(ratio(seconds['BF16, torch'], seconds[NF12]))} x as fast")
-
-
-def weight_bytes(model: Any) -> int:
-    """Of all weights, shared ones once: what a step reads."""
-    planes = {id(m): m.tensor.nbytes for m in model.modules() if isinstance(m, NF12Weight)}
-    return sum(planes.values()) + sum(int(p.nbytes) for p in model.parameters())

@@ -10,11 +10,12 @@ import torch
 from common import Copies, Report
 from torch import Tensor
 
+from gnomon.core.timing import threads_set
 from gnomon.kernels import bf16
 from gnomon.kernels.huffman import cpu as huffman
 from gnomon.kernels.huffman.reference import Coded
 from gnomon.methods.compress.nf12 import NF12Tensor, encode, linear
-from gnomon.studies.nf12_timing import copy_of, matrix, threads_set
+from gnomon.studies.nf12_timing import copy_of, matrix
 
 
 @dataclass(frozen=True)

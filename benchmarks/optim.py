@@ -20,14 +20,13 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
-from common import Report, Work, Wrong, cores, ratio, table, threads_of
+from common import Report, Work, cores, parser_of, ratio, run, table
 from torch import Tensor, nn
 
+from gnomon.core.timing import threads_set
 from gnomon.methods.optim.numuon import BACK_ENDS, Muon, NuMuon, RankSchedule, newton_schulz, top_k
-from gnomon.studies.nf12_timing import threads_set
 
 LAYER = ((576, 576), (576, 576), (192, 576), (192, 576), (1536, 576), (1536, 576), (576, 1536))
 """Query, output, key, value, gate, up and down projection of SmolLM2-135M."""
@@ -181,30 +180,12 @@ def judge(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--threads", type=threads_of, default=[1], metavar="N,N", help="default: 1")
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="default: 5; 15 are the fewest with an interval"
-    )
+    parser = parser_of(__doc__, threads=[1], repeats=5)
     parser.add_argument("--layers", type=int, default=1, help="decoder layers, default: 1")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON lines here")
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny shapes: does it run? Its times mean nothing"
-    )
     options = parser.parse_args(arguments)
     if min(options.repeats, options.layers) < 1:
         parser.error(f"--repeats {options.repeats} --layers {options.layers}: each at least 1")
-    report = Report()
-    try:
-        measure(report, options)
-    except Wrong as error:
-        print(f"\nNothing more was timed: {error}", file=sys.stderr)
-        return 1
-    finally:
-        report.write(options.json)
-    return 0
+    return run(measure, options)
 
 
 if __name__ == "__main__":

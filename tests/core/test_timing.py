@@ -5,10 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from gnomon.core import timing
 from gnomon.core.errors import UsageError
-from gnomon.core.timing import Contender, Spread, copies_for, interleaved, last_level_cache, spread
+from gnomon.core.timing import (
+    Contender,
+    Spread,
+    copies_for,
+    interleaved,
+    last_level_cache,
+    spread,
+    threads_set,
+)
 
 
 def sysfs(folder: Path, *sizes: str) -> Path:
@@ -125,3 +134,11 @@ def test_spread(seconds: list[float], expected: Spread) -> None:
     assert (found.median, found.low, found.high) == pytest.approx(
         (expected.median, expected.low, expected.high)
     )
+
+
+def test_threads_are_put_back() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(ZeroDivisionError), threads_set(before + 1):
+        assert torch.get_num_threads() == before + 1
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == before

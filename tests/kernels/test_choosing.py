@@ -21,12 +21,14 @@ built = pytest.mark.skipif(bool(native.problem()), reason=native.problem() or "b
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine whose installation had no compiler."""
-    for cache in (native._opened, native.why_not, choosing.chosen_once):
-        cache.cache_clear()
+    native._opened.cache_clear()
+    native.why_not.cache_clear()
+    choosing.forget()
     monkeypatch.setattr(native, "_FOLDER", Path("/nowhere"))
     yield
-    for cache in (native._opened, native.why_not, choosing.chosen_once):
-        cache.cache_clear()
+    native._opened.cache_clear()
+    native.why_not.cache_clear()
+    choosing.forget()
 
 
 @pytest.mark.usefixtures("unbuilt")

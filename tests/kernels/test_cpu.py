@@ -230,10 +230,10 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     subprocess.run([compiler, *flags, "-o", str(target), *map(str, sources)], check=True)
     monkeypatch.setattr(native, "_opened", lambda: (ctypes.CDLL(str(target)), ""))
     native.why_not.cache_clear()
-    choosing.chosen_once.cache_clear()
+    choosing.forget()
     yield
     native.why_not.cache_clear()
-    choosing.chosen_once.cache_clear()
+    choosing.forget()
 
 
 @pytest.mark.slow

@@ -11,10 +11,11 @@ import torch
 
 import gnomon
 from gnomon.core.errors import UsageError
+from gnomon.core.evaluate import weight_bytes
 from gnomon.lab.cards import load_card
 from gnomon.lab.records import frame
 from gnomon.lab.stage import StageContext
-from gnomon.studies import nf12_serving, nf12_stages, nf12_timing
+from gnomon.studies import nf12_serving, nf12_stages
 from gnomon.studies.nf12 import BASES, NF12Study
 
 FIGURES = {"sizes", "windows", "products_grid", "bulk_decoding", "cache_room"}
@@ -103,7 +104,7 @@ def test_kinds_of_weights_are_one_model_and_equal_in_bits():
         for rows in (1, 3, 20):
             one, other = (kinds[k](input_ids=ids[:rows]).logits for k in kinds)
             assert torch.equal(one, other)
-    saved = nf12_serving.weight_bytes(kinds["NF12"]) / nf12_serving.weight_bytes(kinds["BF16, matched"])
+    saved = weight_bytes(kinds["NF12"]) / weight_bytes(kinds["BF16, matched"])
     assert 0.75 < saved < 0.78
 
 
@@ -115,14 +116,6 @@ def test_greedy_is_generates(ctx):
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[:, 8:]
     assert torch.equal(ours, theirs)
-
-
-def test_threads_are_put_back():
-    before = torch.get_num_threads()
-    with pytest.raises(ZeroDivisionError), nf12_timing.threads_set(before + 1):
-        assert torch.get_num_threads() == before + 1
-        raise ZeroDivisionError
-    assert torch.get_num_threads() == before
 
 
 @pytest.mark.slow

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import UsageError
 
-__all__ = ["Contender", "Spread", "copies_for", "interleaved", "last_level_cache", "spread"]
+__all__ = ["Contender", "Spread", "copies_for", "interleaved", "last_level_cache", "spread", "threads_set"]
 
 ASSUMED_CACHE = 32 << 20
 """Bytes, where the system doesn't say."""
@@ -64,6 +65,19 @@ def copies_for(smallest: int, *, cache: int | None = None) -> int:
     if smallest < 1:
         raise UsageError(f"A copy of {smallest} bytes can't fill a cache.")
     return math.ceil(4 * (last_level_cache() if cache is None else cache) / smallest)
+
+
+@contextmanager
+def threads_set(threads: int) -> Iterator[None]:
+    """torch's number of threads for a while."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def interleaved(contenders: Sequence[Contender], *, repeats: int, warm_up: int = 1) -> dict[str, list[float]]:

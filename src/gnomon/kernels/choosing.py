@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.errors import UsageError, unknown
-from . import native
+from . import launch, native
 
 WhyNot = Callable[[], str | None]
 """What keeps an implementation from running here, or None."""
@@ -66,12 +66,23 @@ def choose(kernel: str, device: str, impl: str, triton: WhyNot, *, lacks: tuple[
     raise AssertionError("the reference always runs")
 
 
-def lacking(dtype: torch.dtype) -> tuple[str, ...]:
-    """Instruction sets for which the matrix-vector kernels have no code for an x of this dtype."""
+_remembered = functools.lru_cache(maxsize=None)(choose)  # the machine doesn't change
+
+
+def matrix_vector(kernel: str, device: str, dtype: torch.dtype, impl: str) -> Choice:
+    """What a matrix-vector kernel runs for an x of this dtype; remembered, as it is asked at every call."""
+    lacks: tuple[str, ...] = ()
     if dtype not in native.DTYPES:
-        return native.ISAS
-    return () if dtype == torch.bfloat16 else ("avx512_bf16",)
+        lacks = native.ISAS
+    elif dtype != torch.bfloat16:
+        lacks = ("avx512_bf16",)
+    return _remembered(kernel, device, impl, _no_triton, lacks=lacks)
 
 
-chosen_once = functools.lru_cache(maxsize=None)(choose)
-"""`choose`, remembered: it is asked at every call of a kernel, and the machine doesn't change."""
+def _no_triton() -> str | None:
+    return launch.why_not(torch.device("cuda"))
+
+
+def forget() -> None:
+    """Ask anew: for tests that change what the machine seems to have."""
+    _remembered.cache_clear()

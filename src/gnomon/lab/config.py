@@ -71,9 +71,9 @@ class StudyConfig:
     def check(self) -> None:
         """Refuse what can't work (model missing, data too short) before any expensive work.
 
-        The base requires the setting `model`, if there is one; a study adds its own and calls `super().check()`.
+        The base requires all of `models`; a study adds its own and calls `super().check()`.
         """
-        if model := getattr(self, "model", None):
+        for model in self.models:
             from gnomon.core.models import require
 
             require(model)

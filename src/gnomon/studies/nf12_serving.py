@@ -10,10 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gnomon.lab import StageContext
-from gnomon.studies.nf12_timing import SIGMA, threads_set
+from gnomon.studies.nf12_timing import SIGMA
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 QWEN3_32B = {"layers": 64, "hidden": 5120, "inner": 25600, "queries": 8192, "kv": 1024, "vocabulary": 151_936}
@@ -35,7 +34,7 @@ def generation(
     """Greedy generation, one sequence: tokens per second before and after, and whether the tokens agree."""
     import torch
 
-    from gnomon.core.timing import Contender, interleaved
+    from gnomon.core.timing import Contender, interleaved, threads_set
 
     ids = prompts(model, data, 1, prompt, seed)
     kinds = {
@@ -114,6 +113,9 @@ def server(
 
     import torch
 
+    from gnomon.core.evaluate import weight_bytes
+    from gnomon.core.timing import threads_set
+
     ids = prompts(model, data, requests, prompt, seed)
     models = {kind: model_in(kind, model, min_elements) for kind in ("BF16, matched", "NF12")}
     per_token = bytes_per_token(models["NF12"].config)
@@ -160,6 +162,8 @@ def server(
 def capacity(ctx: StageContext, *, model: str, free_share: float, min_elements: int) -> dict[str, Any]:
     """How many tokens the cache of either server holds, by filling it, against what the sizes predict."""
     import torch
+
+    from gnomon.core.evaluate import weight_bytes
 
     models = {kind: model_in(kind, model, min_elements) for kind in ("BF16, matched", "NF12")}
     resident = {kind: weight_bytes(m) for kind, m in models.items()}
@@ -229,9 +233,7 @@ def model_in(kind: str, name: str, min_elements: int = 1 << 16) -> Any:
     from gnomon.kernels.bf16.module import fast_linears
     from gnomon.methods.compress.nf12 import NF12Config, compress_model
 
-    with seeded(
-        0
-    ):  # a `tiny:` model draws its weights when it is loaded, and all kinds must be the same model
+    with seeded(0):  # a `tiny:` model draws its weights when it is loaded; all kinds must be one model
         model = load(name, dtype="float32" if kind.startswith("FP32") else "bfloat16").model
     if kind == "NF12":
         compress_model(model, config=NF12Config(min_elements=min_elements))
@@ -239,14 +241,6 @@ def model_in(kind: str, name: str, min_elements: int = 1 << 16) -> Any:
     if kind == "BF16, matched" or (kind == "NF12" and plain):  # matrices that stayed raw run alike in both
         fast_linears(model)
     return model
-
-
-def weight_bytes(model: Any) -> int:
-    """Bytes of all parameters and buffers, each shared one once."""
-    unique: dict[int, torch.Tensor] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        unique[tensor.data_ptr()] = tensor
-    return sum(tensor.nbytes for tensor in unique.values())
 
 
 def prompts(model: str, data: str, count: int, length: int, seed: int) -> Tensor:

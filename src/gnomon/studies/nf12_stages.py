@@ -8,10 +8,11 @@ runs a whole model in `nf12_serving.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gnomon.lab import StageContext
+from gnomon.studies.nf12_peers import peers
 
 if TYPE_CHECKING:
     pass
@@ -127,42 +128,11 @@ def file_sizes(ctx: StageContext, *, model: str) -> dict[str, Any]:
     whole = torch.cat(
         [p.detach().flatten() for p in load(model, dtype="bfloat16").model.parameters() if p.dim() == 2]
     )
-    data = whole.view(torch.uint8).numpy().tobytes()
-    left_out = {}
-    for name, codec in file_codecs().items():
-        if isinstance(codec, str):
-            left_out[name] = codec
-            continue
-        packed = codec[0](data)
-        ctx.record(method=name, metric="bits a weight", value=8 * len(packed) / whole.numel(), unit="bits")
+    found, left_out = peers(whole, torch.get_num_threads())
+    for peer in found:
+        size = sum(map(len, peer.coded))
+        ctx.record(method=peer.name, metric="bits a weight", value=8 * size / whole.numel(), unit="bits")
     return {"left out": left_out}
-
-
-Codec = tuple[Callable[[bytes], bytes], Callable[[bytes], object]]
-
-
-def file_codecs() -> dict[str, Codec | str]:
-    """(compress, decompress) of the peers for files, or why one is left out."""
-    found: dict[str, Codec | str] = {}
-    try:
-        import torch
-        import zipnn
-
-        # Its constructor takes the number of threads: those of the stage that asks.
-        codec = zipnn.ZipNN(bytearray_dtype="bfloat16", threads=torch.get_num_threads())
-        found["ZipNN"] = (lambda data: bytes(codec.compress(bytearray(data))), codec.decompress)
-    except ImportError:
-        found["ZipNN"] = "zipnn is not installed (pip install 'gnomon[bench]')"
-    try:
-        import zstandard
-
-        found["zstd"] = (
-            zstandard.ZstdCompressor(level=3).compress,
-            zstandard.ZstdDecompressor().decompress,
-        )
-    except ImportError:
-        found["zstd"] = "zstandard is not installed (pip install 'gnomon[bench]')"
-    return found
 
 
 # --------------------------------------------------------------------------------------- what the format does

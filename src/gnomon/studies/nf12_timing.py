@@ -6,13 +6,12 @@ they read adds up to four times the last-level cache (`core.timing`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gnomon.lab import StageContext
-from gnomon.studies.nf12_stages import file_codecs
+from gnomon.studies.nf12_peers import peers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +40,7 @@ def products(
     """
     import torch
 
-    from gnomon.core.timing import Contender, copies_for, interleaved
+    from gnomon.core.timing import Contender, copies_for, interleaved, threads_set
     from gnomon.kernels import bf16, memory, native
     from gnomon.methods.compress.nf12 import Patterns, encode
 
@@ -154,7 +153,7 @@ def bulk(
     """Decoding one matrix to BF16 in memory, against entropy-coded peers and plain copies."""
     import torch
 
-    from gnomon.core.timing import Contender, interleaved
+    from gnomon.core.timing import Contender, interleaved, threads_set
     from gnomon.kernels import memory, native
     from gnomon.kernels.huffman import cpu as huffman
     from gnomon.methods.compress.nf12 import encode
@@ -174,15 +173,12 @@ def bulk(
             contenders.append(
                 Contender(name="Huffman", calls=[partial(huffman.decode, huffman.encode(w), out)])
             )
-        data = w.view(torch.uint8).numpy().tobytes()
-        for name, codec in file_codecs().items():
-            if isinstance(codec, str):
-                left_out[name] = codec
-                continue
-            packed = codec[0](data)
-            if bytes(codec[1](packed)) != data:  # type: ignore[call-overload]
-                raise AssertionError(f"{name} did not give back what it was given; nothing was timed.")
-            contenders.append(Contender(name=name, calls=[partial(codec[1], packed)]))
+        found, absent = peers(w, threads)
+        left_out |= absent
+        for peer in found:
+            if not torch.equal(peer.decoded(out).view(torch.int16), w.view(torch.int16)):
+                raise AssertionError(f"{peer.name} did not give back what it was given; nothing was timed.")
+            contenders.append(Contender(name=peer.name, calls=[partial(peer.decode, peer.coded, out)]))
         planes.decode(out)
         if not torch.equal(out.view(torch.int16), w.view(torch.int16)):
             raise AssertionError("NF12 did not give back what it was given; nothing was timed.")
@@ -225,16 +221,3 @@ def copy_of(t: NF12Tensor) -> NF12Tensor:
     from gnomon.methods.compress.nf12 import NF12Tensor
 
     return NF12Tensor(t.sm.clone(), t.ex.clone(), t.esc.clone(), t.base, t.shape)
-
-
-@contextmanager
-def threads_set(threads: int) -> Iterator[None]:
-    """torch's number of threads for a while."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -156,10 +156,8 @@ class TLCMStudy(StudyConfig):
 
     def check(self) -> None:
         from gnomon.core.data import corpus
-        from gnomon.core.models import require
 
         super().check()
-        require(self.small)
         for data in (self.data, self.small_data):
             corpus(data)
 

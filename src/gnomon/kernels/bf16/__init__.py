@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...core.errors import UsageError
-from .. import launch, native
-from ..choosing import Choice, chosen_once, lacking
+from .. import native
+from ..choosing import Choice, matrix_vector
 from ..tracing import is_plain
 from . import cpu, reference
 
@@ -20,11 +20,7 @@ __all__ = ["choice", "linear"]  # the layer is in `module`
 
 def choice(device: str = "cpu", *, dtype: torch.dtype = torch.bfloat16, impl: str = "auto") -> Choice:
     """What `linear` runs for an x of this dtype on such a device, and why."""
-    return chosen_once("bf16", device, impl, _no_triton, lacks=lacking(dtype))
-
-
-def _no_triton() -> str | None:
-    return launch.why_not(torch.device("cuda"))
+    return matrix_vector("bf16", device, dtype, impl)
 
 
 def linear(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor:

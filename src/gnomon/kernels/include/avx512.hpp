@@ -32,15 +32,7 @@ GNOMON_INLINE void widen(float* to, V v) {
 }
 
 inline void prepare(const void* x, int64_t from, int64_t columns, int dtype, X* to, int64_t stride) {
-  const int64_t whole = columns / STEP * STEP;
-  for (int64_t k = 0; k < whole; k += STEP)
-    for (int64_t i = 0; i < STEP / 2; i++) {
-      to[k + i] = take(x, from + k + 2 * i, dtype);
-      to[k + STEP / 2 + i] = take(x, from + k + 2 * i + 1, dtype);
-    }
-  std::fill(to + whole, to + stride, X(0));
-  for (int64_t k = whole; k < columns; k++)
-    to[whole + (k - whole) % 2 * (STEP / 2) + (k - whole) / 2] = take(x, from + k, dtype);
+  even_then_odd<STEP>(x, from, columns, dtype, to, stride);
 }
 
 }  // namespace avx512

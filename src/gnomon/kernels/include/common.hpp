@@ -65,6 +65,21 @@ GNOMON_INLINE float take(const void* x, int64_t at, int dtype) {
   return dtype == BF16 ? widen(static_cast<const uint16_t*>(x)[at]) : static_cast<const float*>(x)[at];
 }
 
+// x as the sets need it that widen the even column of a pair by a shift and the odd one by a mask: of each STEP
+// columns the even ones, then the odd ones; zeros up to the stride.
+template <int64_t STEP>
+GNOMON_INLINE void even_then_odd(const void* x, int64_t from, int64_t columns, int dtype, float* to, int64_t stride) {
+  const int64_t whole = columns / STEP * STEP;
+  for (int64_t k = 0; k < whole; k += STEP)
+    for (int64_t i = 0; i < STEP / 2; i++) {
+      to[k + i] = take(x, from + k + 2 * i, dtype);
+      to[k + STEP / 2 + i] = take(x, from + k + 2 * i + 1, dtype);
+    }
+  std::fill(to + whole, to + stride, 0.0f);
+  for (int64_t k = whole; k < columns; k++)
+    to[whole + (k - whole) % 2 * (STEP / 2) + (k - whole) / 2] = take(x, from + k, dtype);
+}
+
 // Memory for one call, aligned to cache lines: registers of x must not straddle two of them.
 struct Scratch {
   void* at;

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...core.errors import UsageError
-from .. import launch, native
-from ..choosing import Choice, chosen_once, lacking
+from .. import native
+from ..choosing import Choice, matrix_vector
 from ..tracing import is_plain
 from . import cpu, reference
 
@@ -23,11 +23,7 @@ __all__ = ["Prepared", "choice", "decode", "decode_rows", "linear"]
 
 def choice(device: str = "cpu", *, dtype: torch.dtype = torch.bfloat16, impl: str = "auto") -> Choice:
     """What `linear` runs for such an x, and why; `decode` takes the same with `dtype` that of its result."""
-    return chosen_once("nf12", device, impl, _no_triton, lacks=lacking(dtype))
-
-
-def _no_triton() -> str | None:
-    return launch.why_not(torch.device("cuda"))
+    return matrix_vector("nf12", device, dtype, impl)
 
 
 def linear(x: Tensor, sm: Tensor, ex: Tensor, esc: Tensor, base: int, *, impl: str = "auto") -> Tensor:
