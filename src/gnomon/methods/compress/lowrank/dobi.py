@@ -77,7 +77,7 @@ def learn_positions(
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 step += 1
-    log.info("Dobi-SVD: share %.4f after %d steps, target %.4f", float(share), steps, keep)
+    log.info("Dobi-SVD: share %.4f after %d steps, target %.4f", share.item(), steps, keep)
     clamped = torch.minimum(gamma.detach().clamp(min=1), most)
     return {name: float(clamped[i]) for i, name in enumerate(shapes)}
 
