@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from family_models import tiny_family
 from torch import Tensor
 
-from family_models import tiny_family
 from gnomon.core.errors import UsageError
 from gnomon.methods.compress.lowrank import (
     DobiConfig,
@@ -101,7 +101,9 @@ def projector(basis: Tensor) -> Tensor:
 
 
 def test_incremental_pca_equals_the_exact_one() -> None:
-    batches = [drawn(rows, 7, seed=rows) * torch.linspace(3, 0.5, 7, dtype=torch.float64) for rows in (3, 9, 1, 20)]
+    batches = [
+        drawn(rows, 7, seed=rows) * torch.linspace(3, 0.5, 7, dtype=torch.float64) for rows in (3, 9, 1, 20)
+    ]
     pca = IncrementalPCA(width=7)
     for rows in batches:
         pca.update(rows)
@@ -178,5 +180,10 @@ def test_config_is_checked() -> None:
     for settings in ({"beta": 0.0}, {"lr": (1.0, -1.0)}, {"epochs": 0}, {"share_weight": float("nan")}):
         with pytest.raises(UsageError):
             DobiConfig(**settings)  # type: ignore[arg-type]
-    assert (DobiConfig().beta, DobiConfig().lr, DobiConfig().epochs, DobiConfig().samples) == (10, (5, 4), 20, 256)
+    assert (DobiConfig().beta, DobiConfig().lr, DobiConfig().epochs, DobiConfig().samples) == (
+        10,
+        (5, 4),
+        20,
+        256,
+    )
     assert DobiConfig.small(epochs=2).epochs == 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from gnomon.core.errors import NumericalFailure, UsageError
@@ -86,7 +87,9 @@ def test_svd_llm_equals_the_form_with_an_inverse() -> None:
     a, b = svd_llm_factors(w, 3, x @ x.T)
     expected = (u[:, :3] * sigma[:3]) @ vt[:3] @ torch.linalg.inv(s)
     torch.testing.assert_close(a @ b, expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(a, u[:, :3] * sigma[:3].sqrt() * (a[0] * u[0, :3]).sign(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        a, u[:, :3] * sigma[:3].sqrt() * (a[0] * u[0, :3]).sign(), rtol=1e-9, atol=1e-9
+    )
 
 
 def test_no_competitor_beats_svd_llm() -> None:
@@ -139,7 +142,10 @@ def test_near_singular_calibration(size: float) -> None:
     x *= size
     w = drawn(9, 6)
     a, b = svd_llm_factors(w, 4, x @ x.T)
-    assert loss(w, x, a, b) / float((w @ x).square().sum()) < 1e-6  # X has four directions
+    if size >= 1:  # X has four directions
+        assert loss(w, x, a, b) / float((w @ x).square().sum()) < 1e-6
+    else:  # H is far below the card's shift of 1e-6, which makes it the plain SVD
+        torch.testing.assert_close(a @ b, torch.matmul(*svd_factors(w, 4)), rtol=1e-5, atol=1e-5)
     assert torch.isfinite(b).all() and float(b.abs().max()) < 1e3 * float(w.abs().max()) / min(size, 1) ** 0.5
     s = whitening(x @ x.T)
     assert torch.equal(s, s.tril())

@@ -6,7 +6,8 @@ import itertools
 import math
 
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from gnomon.core.errors import UsageError
 from gnomon.methods.compress.lowrank import (
@@ -90,7 +91,9 @@ def test_small_matrices_at_equal_size() -> None:
 
 
 def test_a_budget_below_rank_one() -> None:
-    with pytest.raises(UsageError, match=r"keep=0.1 can't be met: rank 1 in each of the 2 layers stores 0.5000"):
+    with pytest.raises(
+        UsageError, match=r"keep=0.1 can't be met: rank 1 in each of the 2 layers stores 0.5000"
+    ):
         fit_ranks(0.1, {"a": (4, 4), "b": (4, 4)})
     assert uniform_ranks(0.1, {"a": (4, 4)}) == {"a": 1}
 
@@ -149,7 +152,9 @@ def test_the_search_is_the_first_cut_that_fits(
 
 def test_below_the_smallest_candidate() -> None:
     shapes = {"a": (40, 40)}
-    with pytest.raises(UsageError, match=r"candidates, 0.4, keeps 0.400 when every layer takes it. Pass candidates="):
+    with pytest.raises(
+        UsageError, match=r"candidates, 0.4, keeps 0.400 when every layer takes it. Pass candidates="
+    ):
         sensitivity_ranks(0.3, shapes, {}, (0.4, 0.9))
 
 
