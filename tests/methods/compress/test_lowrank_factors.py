@@ -171,9 +171,9 @@ def test_bf16_is_factored_in_float32() -> None:
 def test_ranks_of_smollm2() -> None:
     """192 × 576: ⌊κ·144⌋; 576 × 576: ⌊κ·288⌋; 1536 × 576: ⌊κ·418.9⌋; never 0."""
     for keep in (0.1, 0.2, 0.4, 0.6, 0.8, 1.0):
-        assert rank_for(keep, 192, 576) == int(round(keep * 1440)) // 10
+        assert rank_for(keep, 192, 576) == round(keep * 1440) // 10
         assert rank_for(keep, 576, 192) == rank_for(keep, 192, 576)
-        assert rank_for(keep, 576, 576) == int(round(keep * 2880)) // 10
+        assert rank_for(keep, 576, 576) == round(keep * 2880) // 10
     assert rank_for(0.5, 1536, 576) == 209
     assert rank_for(0.001, 8, 8) == 1
     assert rank_for(0.3, 20, 20) == 3  # .3 · 10 in binary is below 3

@@ -343,7 +343,7 @@ def test_layers_that_cannot_be_replaced() -> None:
         compress_lowrank(model)
     attention.q_proj.weight = own
     torch.nn.utils.parametrizations.weight_norm(attention.q_proj)
-    with pytest.raises(UsageError, match="not a plain nn.Linear"):
+    with pytest.raises(UsageError, match=r"not a plain nn\.Linear"):
         compress_lowrank(model)
 
 
