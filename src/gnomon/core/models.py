@@ -93,6 +93,13 @@ def load(
     return Loaded(model.to(where), tokenizer, name, kind, where, attn)
 
 
+def save(loaded: Loaded, folder: Path) -> None:
+    """Write model and tokenizer into a folder that :func:`load` reads again."""
+    with _bars_on_a_terminal_only():
+        loaded.model.save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
+
+
 def require(name: str) -> None:
     """Refuse a model that :func:`load` would refuse, without loading it (a hub id is not asked for).
 

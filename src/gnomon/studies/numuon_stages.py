@@ -7,7 +7,7 @@ reads. `measure` and `compress` record what claims are judged on.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gnomon.lab import Done, StageContext, load_rival
@@ -98,9 +98,8 @@ def feasible(m: Tensor, tau: float, generator: torch.Generator) -> Tensor:
     u, s, vh = torch.linalg.svd(base, full_matrices=False)
     shape = s**0.1 if near else torch.rand(len(s), generator=generator, dtype=torch.float64)
     d = shape.clamp(max=1)
-    while float(d.sum()) > tau:
-        d = d * (tau / d.sum())
-    return (u * d) @ vh
+    drawn: Tensor = (u * (d * (tau / d.sum()).clamp(max=1))) @ vh
+    return drawn
 
 
 def from_torch(matrices: Sequence[nn.Parameter]) -> float:
@@ -163,6 +162,7 @@ def pretrain(
     import torch
 
     from gnomon.core import data as texts
+    from gnomon.core.models import save
     from gnomon.core.train import Step, TrainConfig, schedule_factor, train
     from gnomon.methods.optim.numuon import spectral_report
 
@@ -202,8 +202,7 @@ def pretrain(
 
     spent = train(loaded.model, batches, optimizer, config, resume=ctx, on_step=on_step)
     if ctx.first:
-        loaded.model.save_pretrained(ctx.dir / "model")
-        loaded.tokenizer.save_pretrained(ctx.dir / "model")
+        save(loaded, ctx.dir / "model")
     return {
         "loss": loss_of(loaded.model, rows(held_out, length, windows)),
         "decay": decay,
@@ -292,7 +291,7 @@ def compress(
     seen = drawn_rows(learnt, length, calibration, generator, loaded.device)
     judged = rows(held_out, length, windows)
     dense = loss_of(loaded.model, judged)
-    config = lowrank.CONFIGS[pipeline](**settings)
+    config = pipeline_config(pipeline, settings)
     for keep in keeps:
         small = lowrank.compress_lowrank(loaded.model, pipeline, keep=keep, calib=seen, config=config)
         loss = loss_of(small, judged)
@@ -309,6 +308,16 @@ def compress(
                 tags=tags,
                 budget=budget,
             )
+
+
+def pipeline_config(pipeline: str, settings: Mapping[str, Any]) -> Any:
+    """Settings of a pipeline from JSON values."""
+    from gnomon.methods.compress import lowrank
+
+    plain: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
+    if "update" in plain:
+        plain["update"] = lowrank.LoraUpdate(**plain["update"])
+    return lowrank.CONFIGS[pipeline](**plain)
 
 
 # -------------------------------------------------------------------------------------------------- helpers
@@ -350,7 +359,7 @@ def rows(stream: Tensor, length: int, count: int) -> Rows:
 
     found = windows(stream, length)
     at = torch.linspace(0, len(found) - 1, min(count, len(found))).round().long()
-    return found[at].split(EVALUATION_BATCH)
+    return list(torch.split(found[at], EVALUATION_BATCH))
 
 
 def drawn_rows(
