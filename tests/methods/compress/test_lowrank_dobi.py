@@ -142,7 +142,7 @@ def test_learned_ranks_beat_uniform_ones() -> None:
     """
     model = tiny_family("llama", tie_word_embeddings=False)
     layers, keep, sizes = compressible(model), 0.4, shapes(model)
-    first = torch.randint(0, 40, (8, 1), generator=torch.Generator().manual_seed(0))
+    first = torch.randint(3, 40, (8, 1), generator=torch.Generator().manual_seed(0))
     text = model.generate(first, max_new_tokens=23, min_new_tokens=23, do_sample=False)
     batches = require_calib([text], model, "the test")
     before = {name: p.clone() for name, p in model.state_dict().items()}
@@ -163,8 +163,9 @@ def test_learned_ranks_beat_uniform_ones() -> None:
     mirrored = {
         name: max(0.0, 2 * keep * m * n / (m + n) - positions[name]) for name, (m, n) in sizes.items()
     }
-    assert loss(dobi_ranks(positions, keep, sizes)) < uniform - 0.1
-    assert loss(dobi_ranks(mirrored, keep, sizes)) > uniform - 0.1
+    learned = loss(dobi_ranks(positions, keep, sizes))
+    assert learned < uniform - 0.1
+    assert learned < loss(dobi_ranks(mirrored, keep, sizes)) - 0.1
 
 
 def test_bases_are_orthonormal_and_follow_the_outputs() -> None:
