@@ -7,6 +7,7 @@ reads. `measure` and `compress` record what claims are judged on.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -89,15 +90,19 @@ def exact_update(
 
 
 def feasible(m: Tensor, tau: float, generator: torch.Generator) -> Tensor:
-    """A random direction with ‖Δ‖₂ ≤ 1 and ‖Δ‖_* ≤ τ, half of the times near the best one."""
+    """A random direction with ‖Δ‖₂ ≤ 1 and ‖Δ‖_* ≤ τ: half of the time anywhere, else beside the best one."""
     import torch
 
-    noise = torch.randn(m.shape, generator=generator, dtype=torch.float64)
-    near = torch.rand((), generator=generator) < 0.5
-    base = -m.double() / m.double().norm() + (0.05 * noise / noise.norm() if near else noise / noise.norm())
-    u, s, vh = torch.linalg.svd(base, full_matrices=False)
-    shape = s**0.1 if near else torch.rand(len(s), generator=generator, dtype=torch.float64)
-    d = shape.clamp(max=1)
+    from gnomon.methods.optim.numuon import lmo_spectral_nuclear
+
+    def uniform() -> float:
+        return float(torch.rand((), generator=generator))
+
+    noise = torch.randn(m.shape, generator=generator, dtype=torch.float64) / math.sqrt(m.numel())
+    if uniform() < 0.5:
+        noise = lmo_spectral_nuclear(m.double(), 1.0, tau) + 10 ** (-3 * uniform()) * noise
+    u, s, vh = torch.linalg.svd(noise, full_matrices=False)
+    d = s.clamp(max=1)
     drawn: Tensor = (u * (d * (tau / d.sum()).clamp(max=1))) @ vh
     return drawn
 
