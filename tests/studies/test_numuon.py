@@ -15,10 +15,11 @@ from gnomon.lab import StageContext
 from gnomon.lab.records import frame, make_record
 from gnomon.lab.stage import Done
 from gnomon.methods.optim.numuon import NuMuon, lmo_spectral_nuclear
-from gnomon.studies.numuon import METHOD, MUON, NuMuonStudy
+from gnomon.studies.numuon import METHOD, MUON, WATCH, NuMuonStudy
 from gnomon.studies.numuon_figures import CONTROL, judged_records
 from gnomon.studies.numuon_optimizers import LOWEST, OPTIMIZERS, numuon_cosine
-from gnomon.studies.numuon_stages import catch_up, feasible, from_torch, pipeline_config, pretrain, streams
+from gnomon.studies.numuon_stages import feasible, from_torch, pipeline_config
+from gnomon.studies.pretraining import catch_up, pretrain, streams
 
 FIGURES = {"learning", "after_compression", "trade_off", "layers", "decay"}
 SMALL = {
@@ -36,8 +37,10 @@ SMALL = {
     "warmup": 0.1,
     "cooldown": 0.2,
     "clip": 1.0,
+    "schedule": "wsd",
     "points": 5,
     "windows": 8,
+    "watch": WATCH,
 }
 CUT = [0]
 """Steps until `cut` raises."""

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gnomon.core.errors import UsageError, unknown
-from gnomon.lab import Lab, StudyConfig
+from gnomon.lab import Lab
 from gnomon.lab.claims import AllOf, NonInferior, Paired, ShareOfGap, Tolerance
 from gnomon.lab.engine import Handle
-from gnomon.lab.tune import tune
 from gnomon.studies.numuon_figures import (
     CONTROL,
     PIPELINE_NAMES,
@@ -29,44 +28,28 @@ from gnomon.studies.numuon_figures import (
     trade_off,
 )
 from gnomon.studies.numuon_optimizers import OPTIMIZERS
-from gnomon.studies.numuon_stages import (
-    CALIBRATION_BATCH,
-    catch_up,
-    compress,
-    exact_update,
-    measure,
-    parts,
-    pretrain,
-)
+from gnomon.studies.numuon_stages import CALIBRATION_BATCH, compress, exact_update, measure
+from gnomon.studies.pretraining import PretrainingStudy, catch_up
 
 PIPELINES = ("svd", "asvd", "svd_llm", "svd_llm_lora", "dobi")
 JUDGED_PIPELINES = ("svd", "asvd", "svd_llm", "dobi")
 JUDGED_KEEPS = (0.6, 0.4)
 CONTROL_PIPELINES = ("svd_llm",)
+WATCH = "gnomon.studies.numuon_stages:spectra"
 METHOD, MUON, ADAMW = "numuon-cosine", "muon", "adamw"
 """The paper's schedule is the one that claims are judged on; the others are shown beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NuMuonStudy(StudyConfig):
+class NuMuonStudy(PretrainingStudy):
     """Settings, stages and claims of the study."""
 
-    model: str = "tiny:llama-0.5m"
-    """The architecture that is trained: embedded name, `tiny:`, folder or hub id."""
-    scratch: bool = True
-    """Weights are drawn anew; False goes on from the model's own."""
-    data: str = "stdlib"
-    """Text: recipe, file or folder (`core.data`)."""
-    seeds: tuple[int, ...] = (0, 1, 2)
     optimizers: tuple[str, ...] = (ADAMW, MUON, METHOD)
     """Out of `OPTIMIZERS`; the first two and the paper's schedule are always needed."""
     pipelines: tuple[str, ...] = ("svd", "svd_llm")
     """Out of `PIPELINES`."""
     keeps: tuple[float, ...] = (0.8, 0.6, 0.4)
     """Shares of the linears' numbers that are kept."""
-    rates: tuple[float, ...] = (0.005, 0.01)
-    """The grid of learning rates, the same for all."""
-    tuning_seeds: tuple[int, ...] = (1000,)
     summed_decay: float = 2.0
     """Σ ηλ of the Muon kind and of rivals."""
     adamw_summed_decay: float = 0.3
@@ -74,22 +57,6 @@ class NuMuonStudy(StudyConfig):
     controls: tuple[float, ...] = ()
     """Further sums at which every optimizer is trained once more, with the seeds of `control_seeds`."""
     control_seeds: tuple[int, ...] = (0, 1, 2)
-    steps: int = 150
-    batch: int = 8
-    """Windows of a batch."""
-    length: int = 128
-    """Tokens of a window."""
-    accumulate: int = 1
-    """Batches of a step."""
-    warmup: float = 0.1
-    cooldown: float = 0.2
-    """Shares of the run in which the learning rate rises and falls (warm-up, stable, decay)."""
-    clip: float = 1.0
-    """Largest gradient norm (the paper's), 0 for none."""
-    points: int = 10
-    """Looks at loss and spectra while training."""
-    windows: int = 192
-    """Held-out windows that losses are measured on."""
     calibration: int = 64
     """Windows of the training text that pipelines calibrate on."""
     draws: int = 100
@@ -182,29 +149,17 @@ class NuMuonStudy(StudyConfig):
                 raise UsageError(f"{name} must hold {', '.join(missing)}: claims compare with it.")
         if not self.keeps or not all(0 < keep < 1 for keep in self.keeps):
             raise UsageError(f"keeps must be shares in (0, 1), at least one, got {self.keeps}.")
-        if not self.rates or min(self.rates) <= 0:
-            raise UsageError(f"rates must be positive learning rates, at least one, got {self.rates}.")
         for total in (self.summed_decay, self.adamw_summed_decay, *self.controls):
             if total < 0:
                 raise UsageError(f"A sum Σηλ can't be negative, got {total}.")
-        least = {"steps": 2, "batch": 1, "length": 2, "accumulate": 1, "points": 1, "windows": 1, "draws": 1}
-        for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise UsageError(f"{name} must be at least {minimum}, got {getattr(self, name)}.")
+        if self.draws < 1:
+            raise UsageError(f"draws must be at least 1, got {self.draws}.")
         if self.calibration < 1 or self.calibration % CALIBRATION_BATCH:
             raise UsageError(
                 f"calibration must be a positive multiple of {CALIBRATION_BATCH}, got {self.calibration}."
             )
-        if not (self.warmup >= 0 and self.cooldown > 0 and self.warmup + self.cooldown <= 1):
-            raise UsageError(
-                f"warmup={self.warmup} and cooldown={self.cooldown} must be shares whose sum is at most 1."
-            )
         if set(self.control_seeds) - set(self.seeds):
             raise UsageError(f"control_seeds {self.control_seeds} must be among seeds {self.seeds}.")
-
-    def check(self) -> None:
-        super().check()
-        parts(self.data)
 
     def run(self, lab: Lab) -> None:
         self._claims(lab)
@@ -214,35 +169,16 @@ class NuMuonStudy(StudyConfig):
         start: dict[str, Any] = {"model": self.model, "scratch": self.scratch, "data": self.data}
         lab.stage(exact_update, length=self.length, draws=self.draws, seed=0, **start)
         makes = {name: OPTIMIZERS[name] for name in self.optimizers} | self.rival_targets
-        shared = {**start, **self._training()}
-        tuned = {
-            name: tune(
-                lab,
-                pretrain,
-                grid={"lr": self.rates},
-                seeds=self.tuning_seeds,
-                score="loss",
-                method=name,
-                make=make,
-                summed_decay=self._summed_decay(name),
-                **shared,
-            )
-            for name, make in makes.items()
-        }
 
-        def trained(name: str, seed: int, total: float) -> Handle:
-            settings: dict[str, Any] = {
-                "method": name,
-                "make": makes[name],
-                "seed": seed,
-                "summed_decay": total,
-            }
-            return lab.stage(pretrain, **settings, **tuned[name].settings, **shared)
+        def competitor(name: str, total: float | None = None) -> dict[str, Any]:
+            sums = self._summed_decay(name) if total is None else total
+            return {"method": name, "make": makes[name], "summed_decay": sums, "watch": WATCH}
 
+        tuned = {name: self.tuned(lab, **competitor(name)) for name in makes}
         for seed in lab.seeds:
-            reference = trained(ADAMW, seed, self._summed_decay(ADAMW))
+            reference = self.trained(lab, tuned[ADAMW], seed, **competitor(ADAMW))
             for name in makes:
-                model = trained(name, seed, self._summed_decay(name))
+                model = self.trained(lab, tuned[name], seed, **competitor(name))
                 lab.stage(measure, of=model, method=name, trials=tuned[name].trials)
                 self._compress(lab, model, name, self.pipelines, tuned[name].trials)
                 if name != ADAMW:
@@ -250,27 +186,13 @@ class NuMuonStudy(StudyConfig):
         for total in self.controls:
             for seed in self.control_seeds:
                 for name in (ADAMW, MUON, METHOD):
-                    model, called = trained(name, seed, total), f"{name}{CONTROL} = {total:g}"
+                    model = self.trained(lab, tuned[name], seed, **competitor(name, total))
+                    called = f"{name}{CONTROL} = {total:g}"
                     lab.stage(measure, of=model, method=called, trials=tuned[name].trials)
                     self._compress(lab, model, called, CONTROL_PIPELINES, tuned[name].trials)
 
     def _summed_decay(self, name: str) -> float:
         return self.adamw_summed_decay if name == ADAMW else self.summed_decay
-
-    def _training(self) -> dict[str, Any]:
-        """What all trained models share."""
-        names = (
-            "steps",
-            "batch",
-            "length",
-            "accumulate",
-            "warmup",
-            "cooldown",
-            "clip",
-            "points",
-            "windows",
-        )
-        return {name: getattr(self, name) for name in names}
 
     def _compress(
         self, lab: Lab, model: Handle, method: str, pipelines: tuple[str, ...], trials: int

@@ -1,8 +1,4 @@
-"""Stages of the NuMuon study: an exact check of the update, pretraining, compression of what was trained.
-
-`pretrain` trains one model and is what tuning tunes; its curves are records of their own metrics, which no claim
-reads. `measure` and `compress` record what claims are judged on.
-"""
+"""Stages of the NuMuon study: an exact check of the update, spectra and compression of what was trained."""
 
 from __future__ import annotations
 
@@ -11,22 +7,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gnomon.lab import Done, StageContext, load_rival
+from gnomon.lab import Done, StageContext
+from gnomon.studies.pretraining import budget, load, loss_of, rows, streams
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from gnomon.core.data import Split
-    from gnomon.core.models import Loaded
     from gnomon.methods.optim.numuon import Spectrum
 
     Rows = Sequence[Tensor]
     """Batches of token ids, each (B, T)."""
 
-EVALUATION_BATCH = 16
-CURVE_WINDOWS = 64
-"""Held-out windows for a point of a learning curve; the final loss takes all that the study asks for."""
 CALIBRATION_BATCH = 8
 
 
@@ -126,94 +118,7 @@ def from_torch(matrices: Sequence[nn.Parameter]) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------- pretraining
-
-
-def pretrain(
-    ctx: StageContext,
-    *,
-    method: str,
-    make: str,
-    seed: int,
-    lr: float,
-    summed_decay: float,
-    model: str,
-    scratch: bool,
-    data: str,
-    steps: int,
-    batch: int,
-    length: int,
-    accumulate: int,
-    warmup: float,
-    cooldown: float,
-    clip: float,
-    points: int,
-    windows: int,
-) -> dict[str, float]:
-    """Train a language model and keep it.
-
-    Args:
-        make: `module:factory` of the optimizer, see `numuon_optimizers`.
-        lr: peak rate.
-        summed_decay: Σ_t η_t λ, from which the decay λ follows.
-        warmup, cooldown: shares of the run in which the rate rises and falls.
-        clip: largest gradient norm; 0 never clips.
-        points: of the learning curve, evenly spaced.
-        windows: held-out windows for the final loss.
-
-    Returns:
-        final loss, λ and costs. The model lies in `model/`.
-    """
-    import torch
-
-    from gnomon.core import data as texts
-    from gnomon.core.models import save
-    from gnomon.core.train import Step, TrainConfig, schedule_factor, train
-    from gnomon.methods.optim.numuon import spectral_report
-
-    loaded = load(model, scratch=scratch, dtype="float32")
-    learnt, held_out = streams(loaded, data)
-    config = TrainConfig(
-        steps=steps,
-        warmup=max(1, round(warmup * steps)),
-        schedule="wsd",
-        decay=cooldown,
-        min_lr_ratio=0.01,
-        clip=clip or None,
-        accumulate=accumulate,
-        checkpoint_every=max(1, steps // 10),
-        autocast="bf16" if loaded.device.type == "cuda" else "none",
-    )
-    factors = sum(schedule_factor(config, t) for t in range(steps))
-    decay = summed_decay / (lr * factors)
-    optimizer = load_rival(make)(loaded.model, lr=lr, weight_decay=decay, total_steps=steps)
-    batches = texts.Batches(learnt, batch=batch, length=length, generator=torch.Generator().manual_seed(seed))
-    some = rows(held_out, length, CURVE_WINDOWS)
-    at = {round(steps * i / points) for i in range(1, points + 1)}
-
-    tags = {"lr": lr, "summed decay": summed_decay}
-
-    def look(step: int) -> None:
-        values = {
-            "loss while training": loss_of(loaded.model, some),
-            **averages(spectral_report(loaded.model).values(), " while training"),
-        }
-        for metric, value in values.items():
-            ctx.record(method=method, metric=metric, value=value, tags={**tags, "step": step})
-
-    def on_step(done: Step) -> None:
-        if done.step in at and ctx.first:
-            look(done.step)
-
-    spent = train(loaded.model, batches, optimizer, config, resume=ctx, on_step=on_step)
-    if ctx.first:
-        save(loaded, ctx.dir / "model")
-    return {
-        "loss": loss_of(loaded.model, rows(held_out, length, windows)),
-        "decay": decay,
-        "tokens": spent.tokens,
-        "seconds": spent.seconds,
-    }
+# ------------------------------------------------------------------------------------- what was trained
 
 
 def measure(ctx: StageContext, *, of: Done, method: str, trials: int) -> None:
@@ -234,32 +139,11 @@ def measure(ctx: StageContext, *, of: Done, method: str, trials: int) -> None:
             s.stable_rank / gaussian[name].stable_rank for name, s in found.items()
         ),
     }
-    budget = {"tokens": of.value["tokens"], "steps": of.args["steps"], "trials": trials}
-    budget["seconds"] = of.value["seconds"]
     tags = {"lr": of.args["lr"], "decay": of.value["decay"], "summed decay": of.args["summed_decay"]}
     for metric, value in values.items():
-        ctx.record(method=method, metric=metric, value=value, better="lower", tags=tags, budget=budget)
-
-
-def catch_up(ctx: StageContext, *, of: Done, reference: Done, method: str, to: str) -> None:
-    """Steps after which a learning curve passes the end of another one; both took the same batches."""
-    mine, theirs = (curve(done) for done in (of, reference))
-    goal = theirs[max(theirs)]
-    reached = next((step for step in sorted(mine) if mine[step] <= goal), None)
-    ctx.record(
-        method=method,
-        metric=f"share of the steps to {to}'s final loss",
-        value=1.0 if reached is None else reached / max(theirs),
-        better="lower",
-        tags={"reached": reached is not None},
-    )
-
-
-def curve(trained: Done) -> dict[int, float]:
-    """Loss by step of a trained model."""
-    lines = (trained.dir / "records.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return {int(r["tags"]["step"]): r["value"] for r in records if r["metric"] == "loss while training"}
+        ctx.record(
+            method=method, metric=metric, value=value, better="lower", tags=tags, budget=budget(of, trials)
+        )
 
 
 # ---------------------------------------------------------------------------------------------- compression
@@ -301,7 +185,6 @@ def compress(
         small = lowrank.compress_lowrank(loaded.model, pipeline, keep=keep, calib=seen, config=config)
         loss = loss_of(small, judged)
         values = {"loss after compression": loss, "rise of loss": loss - dense}
-        budget = {"tokens": of.value["tokens"], "steps": of.args["steps"], "trials": trials}
         tags = {"pipeline": pipeline, "keep": keep, "kept": lowrank.kept_share(small)}
         for metric, value in values.items():
             ctx.record(
@@ -311,7 +194,7 @@ def compress(
                 unit="nats",
                 better="lower",
                 tags=tags,
-                budget=budget,
+                budget=budget(of, trials),
             )
 
 
@@ -328,45 +211,6 @@ def pipeline_config(pipeline: str, settings: Mapping[str, Any]) -> Any:
 # -------------------------------------------------------------------------------------------------- helpers
 
 
-def load(model: str, *, scratch: bool, dtype: str | None = None) -> Loaded:
-    """The model under study; with `scratch` its architecture with weights drawn from the stage's seed."""
-    import dataclasses
-
-    from gnomon.core.models import load as load_model
-
-    loaded = load_model(model, dtype=dtype)
-    if not scratch or model.startswith("tiny:"):
-        return loaded
-    fresh = type(loaded.model)(loaded.model.config).to(loaded.device, loaded.dtype).eval()
-    return dataclasses.replace(loaded, model=fresh)
-
-
-def parts(data: str) -> Split:
-    """Documents to learn, to look at while training and to judge on."""
-    from gnomon.core.data import corpus, split
-
-    return split(corpus(data), valid=0.1, test=0.05, seed=0)
-
-
-def streams(loaded: Loaded, data: str) -> tuple[Tensor, Tensor]:
-    """Token ids to learn and to judge on; no document is in both."""
-    from gnomon.core.data import token_stream
-
-    whole = parts(data)
-    return token_stream(whole.train, loaded.tokenizer), token_stream(whole.valid, loaded.tokenizer)
-
-
-def rows(stream: Tensor, length: int, count: int) -> Rows:
-    """Up to `count` windows, spread evenly over the stream, in batches."""
-    import torch
-
-    from gnomon.core.data import windows
-
-    found = windows(stream, length)
-    at = torch.linspace(0, len(found) - 1, min(count, len(found))).round().long()
-    return list(torch.split(found[at], EVALUATION_BATCH))
-
-
 def drawn_rows(
     stream: Tensor, length: int, count: int, generator: torch.Generator, device: torch.device
 ) -> Rows:
@@ -377,24 +221,20 @@ def drawn_rows(
     return [next(batches).to(device) for _ in range(count // CALIBRATION_BATCH)]
 
 
-def loss_of(model: nn.Module, batches: Rows) -> float:
-    """Mean negative log-likelihood of a token, in nats."""
-    import torch
+def spectra(model: nn.Module) -> dict[str, float]:
+    """Mean ranks of the hidden matrices, to be watched while training."""
+    from gnomon.methods.optim.numuon import spectral_report
 
-    from gnomon.core.scoring import evaluating, token_nll
-
-    device = next(model.parameters()).device
-    with evaluating(model):
-        return float(torch.cat([token_nll(model, ids.to(device)) for ids in batches]).mean())
+    return averages(spectral_report(model).values())
 
 
-def averages(found: Iterable[Spectrum], suffix: str = "") -> dict[str, float]:
+def averages(found: Iterable[Spectrum]) -> dict[str, float]:
     """Means over matrices. Ranks are those of matrices of different sizes, so they compare models of one shape."""
     spectra = list(found)
     return {
-        f"stable rank{suffix}": mean(s.stable_rank for s in spectra),
-        f"effective rank{suffix}": mean(s.effective_rank for s in spectra),
-        f"rank of 95 % energy{suffix}": mean(float(s.rank_95) for s in spectra),
+        "stable rank": mean(s.stable_rank for s in spectra),
+        "effective rank": mean(s.effective_rank for s in spectra),
+        "rank of 95 % energy": mean(float(s.rank_95) for s in spectra),
     }
 
 
