@@ -518,7 +518,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
         r"No layer of LlamaForCausalLM was left to wrap: 21 were skipped \(first model",
     ),
     (lambda: llama(target_modules=("q_porj",)), "'q_porj' matches no linear layer. Did you mean 'q_proj'"),
-    (lambda: mixed(), r"no list of decoder layers.* target_modules, such as \('\*',\)"),
+    (mixed, r"no list of decoder layers.* target_modules, such as \('\*',\)"),
     (lambda: mixed(target_modules=("out",)), "out shares its weight with tokens.weight.*exclude_modules"),
     (lambda: mixed(target_modules=("twice",)), "twice shares its weight with again.weight"),
     (

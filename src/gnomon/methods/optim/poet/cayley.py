@@ -26,8 +26,7 @@ def size_of(numbers: int) -> int:
 def skew(q: Float[Tensor, "*n k"]) -> Float[Tensor, "*n b b"]:
     """Q, with k = b(b − 1)/2."""
     b = size_of(q.shape[-1])
-    rows, columns = torch.triu_indices(b, b, 1, device=q.device)
-    upper = q.new_zeros(*q.shape[:-1], b * b).index_copy(-1, rows * b + columns, q)
+    upper = q.new_zeros(*q.shape[:-1], b * b).index_copy(-1, _positions(b, q.device), q)
     upper = upper.view(*q.shape[:-1], b, b)
     return upper - upper.mT
 
@@ -35,8 +34,13 @@ def skew(q: Float[Tensor, "*n k"]) -> Float[Tensor, "*n b b"]:
 def above(m: Float[Tensor, "*n b b"]) -> Float[Tensor, "*n k"]:
     """M − Mᵀ above the diagonal: the gradient by q, if M is that by Q."""
     b = m.shape[-1]
-    rows, columns = torch.triu_indices(b, b, 1, device=m.device)
-    return (m - m.mT).flatten(-2).index_select(-1, rows * b + columns)
+    return (m - m.mT).flatten(-2).index_select(-1, _positions(b, m.device))
+
+
+def _positions(b: int, device: torch.device) -> Tensor:
+    """Where the entries above the diagonal lie in a flattened b × b matrix."""
+    at = torch.triu_indices(b, b, 1, device=device)
+    return torch.add(at[1], at[0], alpha=b)
 
 
 def cayley(skew_q: Float[Tensor, "*n b b"]) -> Float[Tensor, "*n b b"]:

@@ -134,7 +134,8 @@ class MergeSchedule:
         logger.info("POET: merge %d of %d layers", self.merges, len(layers))
 
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = args[0] if args else kwargs.get("closure")
+        given = [one for one in args if one is not optimizer]  # torch passes the optimizer itself, too
+        closure = given[0] if given else kwargs.get("closure")
         if self.active and closure is None:  # a closure makes the gradients later, inside the step
             self.before_step(finite=getattr(optimizer, "found_inf", None) is None)
 
