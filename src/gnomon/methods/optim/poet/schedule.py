@@ -214,13 +214,13 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
         UsageError: there is none.
     """
     inner = optimizer
-    while not isinstance(inner, torch.optim.Optimizer) or type(inner).__name__ == "AcceleratedOptimizer":
-        inner = getattr(inner, "optimizer", None)
-        if inner is None:
-            raise UsageError(
-                f"{type(optimizer).__name__} is no torch optimizer and holds none, so its state of the rotations can't "
-                "be cleared at a merge."
-            )
+    while (held := getattr(inner, "optimizer", None)) is not None:
+        inner = held
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__} is no torch optimizer and holds none, so its state of the rotations can't "
+            "be cleared at a merge."
+        )
     return inner
 
 
