@@ -1,4 +1,4 @@
-"""Run by `torch.distributed.run` on two ranks, and once without a launcher: `python poet_ranks_script.py FOLDER`."""
+"""Run twice with RANK and WORLD_SIZE=2, which meet through a file, and once alone: `poet_ranks_script.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def main(folder: Path) -> None:
         kept["resumed"] = train(resumed, optimizer, CUT, 0, 1)
         torch.save(kept, folder / "alone.pt")
         return
-    dist.init_process_group("gloo")
+    meeting = f"file://{folder.resolve() / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
     model = nn.parallel.DistributedDataParallel(build())
     cut = folder / "cut.pt" if rank == 0 else None
     kept["losses"] = train(model, optimizer_of(model), 0, rank, world, cut)
