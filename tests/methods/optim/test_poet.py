@@ -344,8 +344,9 @@ def test_draws_depend_on_seed_merge_and_layer_only() -> None:
         found = [layer.base_weight.detach().clone() for layer in layers]
         for i, layer in enumerate(layers):
             found.append(layer.perm_in.clone())
-            layer.merge_and_reinit(layer.generator(i))
-            found.append(layer.perm_in.clone())
+            for _ in range(2):
+                layer.merge_and_reinit(layer.generator(i))
+                found.append(layer.perm_in.clone())
         return found
 
     ambient = torch.random.get_rng_state()
