@@ -1,0 +1,1 @@
+"""Rivals of the optimizers here that no usable library has."""
