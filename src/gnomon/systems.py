@@ -65,6 +65,7 @@ SYSTEMS: tuple[System, ...] = (
         "NeurIPS 2026",
         "arXiv:2603.03597",
         "Muon with a budget on the update's nuclear norm, so that trained weights compress better.",
+        apply=("lowrank=gnomon.methods.compress.lowrank.apply",),
     ),
     System(
         "mglu",
