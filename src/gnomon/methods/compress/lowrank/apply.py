@@ -10,11 +10,10 @@ Not here: the mathematics (`compress`), the form (`stored`), loading with Transf
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +32,14 @@ from .factors import require_keep
 from .linear import LowRankLinear, low_rank_layers, replace
 from .stored import FORM, A, B, form_with
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 WITHOUT_TEXT = ("svd",)
 """Methods that look at the weights alone."""
+
+BATCH = 4096
+"""Tokens of calibration text that run through the model at once, or one window."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,7 @@ def prepare(checkpoint: Checkpoint, settings: LowRankSettings) -> Mapping[str, A
     """
     model = skeleton(checkpoint.config)
     _require_decoder(model)
+    _dtype(checkpoint)
     places = parameters(model, checkpoint.entries)
     known = set(places.values())
     for name in linears(model):
@@ -135,9 +141,8 @@ def run(source: Source, folder: Path, settings: LowRankSettings) -> None:
     model = load_model(source.folder, dtype=_dtype(checkpoint))
     places = parameters(model, checkpoint.entries)  # asked before the layers are replaced
     windows = calibration(checkpoint, settings)[1] if settings.reads_text else None
-    model = compress_lowrank(
-        model, settings.method, settings.keep, windows, seed=settings.seed, inplace=True
-    )
+    calib = None if windows is None else _batches(windows)
+    model = compress_lowrank(model, settings.method, settings.keep, calib, inplace=True)
     layers = dict(low_rank_layers(model))
     state = model.state_dict()
     stems = {name: place.removesuffix(".weight") for name, place in places.items()}
@@ -163,18 +168,25 @@ def run(source: Source, folder: Path, settings: LowRankSettings) -> None:
     write_config(checkpoint, PLAIN, form, folder)
 
 
-def _require_decoder(model: nn.Module) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def _require_decoder(model: PreTrainedModel) -> None:
+    """Refuse what isn't a decoder-only language model of plain linear layers, by its classes alone."""
+    from transformers.models.auto import modeling_auto as auto
 
     name, config = type(model).__name__, model.config
-    heads = [one for entry in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for one in ([entry] if isinstance(entry, str) else entry)]
-    decoder = getattr(config, "is_decoder", None)
-    encodes = getattr(config, "is_encoder_decoder", False) or (decoder is False and name.endswith("LMHeadModel") and hasattr(config, "is_decoder"))
-    if name not in heads or encodes:
+    masked = config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    masked = masked and getattr(config, "is_decoder", True) is False
+    encodes = getattr(config, "is_encoder_decoder", False) or masked
+    if name not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or encodes:
         raise UsageError(
-            f"{name} is no decoder-only language model, which low rank is for. Give a model that "
-            "AutoModelForCausalLM loads."
+            f"{name} is no decoder-only language model, which low rank is for. Give one that AutoModelForCausalLM "
+            "loads with all its weights."
         )
+    for layer, module in linears(model).items():
+        if type(module) is not nn.Linear:
+            raise UsageError(
+                f"{layer} is a {type(module).__name__}, and low rank takes plain nn.Linear only. Use a model with "
+                "such layers."
+            )
 
 
 def _reach(config: Mapping[str, Any]) -> int:
@@ -199,14 +211,18 @@ def _dtype(checkpoint: Checkpoint) -> torch.dtype:
     return max(counts, key=lambda kind: counts[kind])
 
 
+def _batches(windows: Tensor) -> list[Tensor]:
+    """As many windows at once as make :data:`BATCH` tokens."""
+    rows = max(1, BATCH // windows.shape[1])
+    return [windows[first : first + rows] for first in range(0, len(windows), rows)]
+
+
 def _as(value: Tensor, like: Tensor) -> Tensor:
     """As it is stored: on the CPU, in the dtype of the tensor that it stands for."""
     return value.detach().to("cpu", like.dtype).contiguous()
 
 
-def _require_places(
-    model: nn.Module, layers: Mapping[str, LowRankLinear], stems: Mapping[str, str]
-) -> None:
+def _require_places(model: nn.Module, layers: Mapping[str, LowRankLinear], stems: Mapping[str, str]) -> None:
     """Refuse a checkpoint whose names Transformers would not lead to the factors when it loads them."""
     for stem in stems.values():
         layer = layers[stem]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -33,7 +33,6 @@ class LowRankLinear(nn.Module):
         rank: int,
         bias: bool = True,
         *,
-        conv1d: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -42,7 +41,6 @@ class LowRankLinear(nn.Module):
             in_features, out_features: n and m.
             rank: k, at most the smaller of the two.
             bias: whether one is added.
-            conv1d: it stands for GPT-2's `Conv1D`, which :meth:`to_dense` gives back.
 
         Raises:
             UsageError: a rank that no m x n matrix has.
@@ -53,7 +51,7 @@ class LowRankLinear(nn.Module):
                 f"rank={rank} must lie between 1 and {min(in_features, out_features)}, the smaller of "
                 f"in_features={in_features} and out_features={out_features}."
             )
-        self.in_features, self.out_features, self.rank, self.conv1d = in_features, out_features, rank, conv1d
+        self.in_features, self.out_features, self.rank = in_features, out_features, rank
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.a = nn.Parameter(torch.empty(out_features, rank, **place))
         self.b = nn.Parameter(torch.empty(rank, in_features, **place))
@@ -74,8 +72,6 @@ class LowRankLinear(nn.Module):
         a: Float[Tensor, "m k"],
         b: Float[Tensor, "k n"],
         bias: Float[Tensor, " m"] | None = None,
-        *,
-        conv1d: bool = False,
     ) -> Self:
         """The layer of these factors, which it takes over without a copy where they are contiguous.
 
@@ -88,7 +84,7 @@ class LowRankLinear(nn.Module):
             raise UsageError(
                 f"a {tuple(a.shape)}, b {tuple(b.shape)} and bias {said} don't fit: they must be (m, k), (k, n), (m,)."
             )
-        layer = cls(b.shape[1], a.shape[0], a.shape[1], bias is not None, conv1d=conv1d, device="meta")
+        layer = cls(b.shape[1], a.shape[0], a.shape[1], bias is not None, device="meta")
         layer.a, layer.b = nn.Parameter(a.detach().contiguous()), nn.Parameter(b.detach().contiguous())
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach().contiguous())
@@ -102,22 +98,12 @@ class LowRankLinear(nn.Module):
         wide = torch.promote_types(self.a.dtype, torch.float32)
         return (self.a.to(wide) @ self.b.to(wide)).to(self.a.dtype)
 
-    def to_dense(self) -> nn.Module:
-        """An `nn.Linear` with the weight AB (a `Conv1D` where this stands for one)."""
-        weight = nn.Parameter(self.product().detach(), requires_grad=self.a.requires_grad)
-        made: nn.Module
+    def to_dense(self) -> nn.Linear:
+        """An `nn.Linear` with the weight AB, which trains if the factors do."""
         with torch.device("meta"):  # neither memory nor random numbers for what is replaced at once
-            if self.conv1d:
-                from transformers.pytorch_utils import Conv1D
-
-                made, weight.data = Conv1D(self.out_features, self.in_features), weight.data.T.contiguous()
-            else:
-                made = nn.Linear(self.in_features, self.out_features, bias=False)
-        made.register_parameter("weight", weight)
-        if self.bias is not None:
-            made.register_parameter("bias", self.bias)
-        elif self.conv1d:
-            made.register_parameter("bias", nn.Parameter(weight.new_zeros(self.out_features)))
+            made = nn.Linear(self.in_features, self.out_features, bias=False)
+        made.weight = nn.Parameter(self.product().detach(), requires_grad=self.a.requires_grad)
+        made.register_parameter("bias", self.bias)
         return made.train(self.training)
 
     def extra_repr(self) -> str:
@@ -151,10 +137,35 @@ def to_dense(model: Model) -> Model:
     """
     plain: dict[int, nn.Module] = {}
     for name, layer in list(low_rank_layers(model)):
+        if not name:
+            raise UsageError("This is a low-rank layer itself; layer.to_dense() gives the plain one.")
         if id(layer) not in plain:
             plain[id(layer)] = layer.to_dense()
         replace(model, name, plain[id(layer)])
     if not plain:
         raise UsageError(f"{type(model).__name__} has no low-rank layers. compress_lowrank puts them in.")
-    vars(model).pop("save_pretrained", None)
+    for module in model.modules():
+        vars(module).pop("save_pretrained", None)
+        loader = getattr(module, "hf_quantizer", None)  # one that `gnomon.hf` loaded
+        if loader is not None:
+            loader.remove_quantization_config(module)
     return model
+
+
+def guard_saving(model: nn.Module) -> None:
+    """Make `save_pretrained` of every Transformers model in `model` refuse.
+
+    It would write factors under an ordinary configuration, and Transformers would later fill the layers with random
+    weights.
+    """
+    for module in model.modules():
+        if hasattr(module, "save_pretrained"):
+            vars(module)["save_pretrained"] = refuse_to_save
+
+
+def refuse_to_save(*_: Any, **__: Any) -> NoReturn:
+    """Stands in for `save_pretrained` of a model compressed in memory."""
+    raise UsageError(
+        "save_pretrained can't write a model compressed in memory: plain Transformers would load it with random "
+        "weights. Call gnomon.hf.save_lowrank(model, folder), or to_dense first."
+    )

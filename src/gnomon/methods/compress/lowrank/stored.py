@@ -63,7 +63,9 @@ def require_factors(ranks: Mapping[str, int], shapes: Mapping[str, tuple[int, ..
     for name, rank in ranks.items():
         a, b = shapes.get(name + A), shapes.get(name + B)
         if a is None or b is None:
-            raise GnomonError(f"{name}{A if a is None else B} is missing from the files. Apply the method again.")
+            raise GnomonError(
+                f"{name}{A if a is None else B} is missing from the files. Apply the method again."
+            )
         if len(a) != 2 or len(b) != 2 or a[1] != rank or b[0] != rank or rank > min(a[0], b[1]):
             raise GnomonError(
                 f"{name} has factors {list(a)} and {list(b)}, which are no matrix of rank {rank}. The folder is "
