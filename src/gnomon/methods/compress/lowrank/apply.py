@@ -27,9 +27,11 @@ from gnomon.core.layers import linears
 from gnomon.core.places import parameters, skeleton
 from gnomon.core.safe_files import DTYPES
 
-from . import METHODS, compress_lowrank
+from .compress import METHODS, compress_lowrank
+from .config import ASVDConfig, LoraUpdate, SVDLLMConfig
 from .factors import require_keep
 from .linear import LowRankLinear, low_rank_layers, replace
+from .ranks import require_reachable
 from .stored import FORM, A, B, form_with
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ class LowRankSettings:
         if self.method not in METHODS:
             raise unknown("low-rank method", self.method, METHODS)
         require_keep(self.keep)
+        if self.keep == 1:
+            raise UsageError("keep=1 leaves the model as it is, so there is nothing to apply.")
         for name, least in (("samples", 1), ("length", 2), ("seed", 0)):
             if (value := getattr(self, name)) < least:
                 raise UsageError(f"{name}={value} must be at least {least}.")
@@ -83,16 +87,19 @@ def prepare(checkpoint: Checkpoint, settings: LowRankSettings) -> Mapping[str, A
             tokenizer for the text.
     """
     model = skeleton(checkpoint.config)
-    _require_decoder(model)
+    layers = _require_decoder(model)
     _dtype(checkpoint)
     places = parameters(model, checkpoint.entries)
-    known = set(places.values())
-    for name in linears(model):
+    known = {place for name, place in places.items() if name.endswith(".weight")}
+    for name in layers:
         if f"{name}.weight" not in known:
             raise GnomonError(
                 f"The weight of {name} is no tensor of its own in this checkpoint: Transformers puts it together on "
                 "loading. Low-rank factors have no place in such a folder; use compress_lowrank in memory."
             )
+    if settings.method == "asvd":
+        shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+        require_reachable(settings.keep, shapes, ASVDConfig().candidates)
     if not settings.reads_text:
         return {}
     text, windows = calibration(checkpoint, settings)
@@ -142,10 +149,11 @@ def run(source: Source, folder: Path, settings: LowRankSettings) -> None:
     places = parameters(model, checkpoint.entries)  # asked before the layers are replaced
     windows = calibration(checkpoint, settings)[1] if settings.reads_text else None
     calib = None if windows is None else _batches(windows)
-    model = compress_lowrank(model, settings.method, settings.keep, calib, inplace=True)
+    config = SVDLLMConfig(update=LoraUpdate(seed=settings.seed)) if settings.method == "svd_llm_lora" else None
+    model = compress_lowrank(model, settings.method, settings.keep, calib, config=config, inplace=True)
     layers = dict(low_rank_layers(model))
     state = model.state_dict()
-    stems = {name: place.removesuffix(".weight") for name, place in places.items()}
+    stems = {name: place.removesuffix(".weight") for name, place in places.items() if name.endswith(".weight")}
     ranks = {
         name.removesuffix(".weight"): layers[stem].rank for name, stem in stems.items() if stem in layers
     }
@@ -168,8 +176,8 @@ def run(source: Source, folder: Path, settings: LowRankSettings) -> None:
     write_config(checkpoint, PLAIN, form, folder)
 
 
-def _require_decoder(model: PreTrainedModel) -> None:
-    """Refuse what isn't a decoder-only language model of plain linear layers, by its classes alone."""
+def _require_decoder(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The linear layers of a decoder-only language model, by its classes alone; anything else is refused."""
     from transformers.models.auto import modeling_auto as auto
 
     name, config = type(model).__name__, model.config
@@ -181,12 +189,15 @@ def _require_decoder(model: PreTrainedModel) -> None:
             f"{name} is no decoder-only language model, which low rank is for. Give one that AutoModelForCausalLM "
             "loads with all its weights."
         )
+    found: dict[str, nn.Linear] = {}
     for layer, module in linears(model).items():
         if type(module) is not nn.Linear:
             raise UsageError(
                 f"{layer} is a {type(module).__name__}, and low rank takes plain nn.Linear only. Use a model with "
                 "such layers."
             )
+        found[layer] = module
+    return found
 
 
 def _reach(config: Mapping[str, Any]) -> int:
