@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from gnomon.core.errors import GnomonError, UsageError
 from gnomon.core.manifest import Step, find_manifest
 from gnomon.core.places import parameters
-from gnomon.methods.compress.lowrank.linear import LowRankLinear, low_rank_layers, replace, to_dense
+from gnomon.methods.compress.lowrank.linear import LowRankLinear, low_rank_layers, put, to_dense
 from gnomon.methods.compress.lowrank.stored import (
     BIAS,
     NAME,
@@ -99,7 +99,7 @@ class LowRankQuantizer(HfQuantizer):  # type: ignore[misc]
                 raise GnomonError(f"{name}{BIAS} is missing from the files. Apply the method again.")
             if id(layer) not in made:
                 made[id(layer)] = _blank(layer, a[1])
-            replace(model, place, made[id(layer)])
+            put(model, place, made[id(layer)])
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 

@@ -30,7 +30,7 @@ from gnomon.core.safe_files import DTYPES
 from .compress import METHODS, compress_lowrank
 from .config import ASVDConfig, LoraUpdate, SVDLLMConfig
 from .factors import require_keep
-from .linear import LowRankLinear, low_rank_layers, replace
+from .linear import LowRankLinear, low_rank_layers, put
 from .ranks import require_reachable
 from .stored import FORM, A, B, form_with
 
@@ -149,11 +149,15 @@ def run(source: Source, folder: Path, settings: LowRankSettings) -> None:
     places = parameters(model, checkpoint.entries)  # asked before the layers are replaced
     windows = calibration(checkpoint, settings)[1] if settings.reads_text else None
     calib = None if windows is None else _batches(windows)
-    config = SVDLLMConfig(update=LoraUpdate(seed=settings.seed)) if settings.method == "svd_llm_lora" else None
+    config = (
+        SVDLLMConfig(update=LoraUpdate(seed=settings.seed)) if settings.method == "svd_llm_lora" else None
+    )
     model = compress_lowrank(model, settings.method, settings.keep, calib, config=config, inplace=True)
     layers = dict(low_rank_layers(model))
     state = model.state_dict()
-    stems = {name: place.removesuffix(".weight") for name, place in places.items() if name.endswith(".weight")}
+    stems = {
+        name: place.removesuffix(".weight") for name, place in places.items() if name.endswith(".weight")
+    }
     ranks = {
         name.removesuffix(".weight"): layers[stem].rank for name, stem in stems.items() if stem in layers
     }
@@ -238,7 +242,7 @@ def _require_places(model: nn.Module, layers: Mapping[str, LowRankLinear], stems
     for stem in stems.values():
         layer = layers[stem]
         empty = LowRankLinear(layer.in_features, layer.out_features, layer.rank, device="meta")
-        replace(model, stem, empty)
+        put(model, stem, empty)
     wanted = {name + part: stem + part for name, stem in stems.items() for part in (A, B)}
     found = parameters(model, wanted)
     if wrong := [name for name, place in wanted.items() if found.get(name) != place]:

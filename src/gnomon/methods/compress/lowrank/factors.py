@@ -118,6 +118,7 @@ def whitening(gram: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
             "activations or NaN weights."
         )
     gram = (gram + gram.T) / 2
+    s: Tensor
     s, failed = torch.linalg.cholesky_ex(gram)
     if not int(failed):
         return s

@@ -120,7 +120,7 @@ def low_rank_layers(model: nn.Module) -> Iterator[tuple[str, LowRankLinear]]:
             yield name, module
 
 
-def replace(model: nn.Module, name: str, module: nn.Module) -> None:
+def put(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` at a dotted name of `model`."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
@@ -141,7 +141,7 @@ def to_dense(model: Model) -> Model:
             raise UsageError("This is a low-rank layer itself; layer.to_dense() gives the plain one.")
         if id(layer) not in plain:
             plain[id(layer)] = layer.to_dense()
-        replace(model, name, plain[id(layer)])
+        put(model, name, plain[id(layer)])
     if not plain:
         raise UsageError(f"{type(model).__name__} has no low-rank layers. compress_lowrank puts them in.")
     for module in model.modules():

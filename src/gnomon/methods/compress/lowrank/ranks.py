@@ -29,7 +29,8 @@ def kept_share(model_or_ranks: nn.Module | Mapping[str, int], shapes: Shapes | N
         shapes: (m, n) of every layer.
     """
     if isinstance(model_or_ranks, nn.Module):
-        model_or_ranks, shapes = ranks_of(model_or_ranks), shapes_of(model_or_ranks)
+        model = model_or_ranks
+        model_or_ranks, shapes = ranks_of(model), shapes_of(model)
     if shapes is None:
         raise UsageError("kept_share of ranks needs the shapes of all layers: kept_share(ranks, shapes).")
     return stored(model_or_ranks, shapes) / _dense(shapes)
@@ -58,14 +59,16 @@ def fit_ranks(keep: float, shapes: Shapes) -> dict[str, int]:
     """
     require_keep(keep)
     wanted = {name: Fraction(m * n, m + n) * Fraction(keep) for name, (m, n) in shapes.items()}
-    return budget_ranks({name: float(k) for name, k in wanted.items()}, keep, shapes)
+    return budget_ranks({name: float(k) for name, k in wanted.items()}, keep, shapes, most=1.0)
 
 
-def budget_ranks(wanted: Mapping[str, float], keep: float, shapes: Shapes) -> dict[str, int]:
+def budget_ranks(
+    wanted: Mapping[str, float], keep: float, shapes: Shapes, *, most: float = math.inf
+) -> dict[str, int]:
     """Integer ranks in the proportions of `wanted`, which together store at most the share `keep`, and nearly that.
 
-    The real ranks are multiplied by the largest factor whose floors (at least 1, at most min(m, n)) fit; then the
-    subset of layers that fills the rest best gets one more each.
+    The real ranks are multiplied by the largest factor up to `most` whose floors (at least 1, at most min(m, n)) fit;
+    then the subset of layers that fills the rest best gets one more each.
 
     Raises:
         UsageError: rank 1 everywhere already stores more.
@@ -87,9 +90,9 @@ def budget_ranks(wanted: Mapping[str, float], keep: float, shapes: Shapes) -> di
     def spent(ranks: Mapping[str, int]) -> int:
         return sum(cost[name] * k for name, k in ranks.items())
 
-    low, high = 0.0, 1.0
-    while spent(floors(high)) <= budget and high < 1e9:
-        low, high = high, 2 * high
+    low, high = 0.0, min(1.0, most)
+    while spent(floors(high)) <= budget and low < high < 1e9:
+        low, high = high, min(2 * high, most)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if spent(floors(middle)) <= budget else (low, middle)
