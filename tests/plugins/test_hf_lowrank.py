@@ -156,7 +156,7 @@ def test_a_model_compressed_in_memory(tmp_path: Path) -> None:
     assert torch.equal(logits(again), logits(model))
     [step] = gnomon.check(tmp_path / "out").steps
     assert step.method == "lowrank" and "memory" in step.settings["made"]
-    with pytest.raises(UsageError, match="no low-rank layers. Call compress_lowrank first"):
+    with pytest.raises(UsageError, match=r"no low-rank layers\. Call compress_lowrank first"):
         gnomon.hf.save_lowrank(tiny_family("llama"), tmp_path / "none")
     with pytest.raises(UsageError, match="on the meta device"):
         gnomon.hf.save_lowrank(model.to("meta"), tmp_path / "none")
@@ -187,7 +187,10 @@ def test_the_base_model_alone(tmp_path: Path) -> None:
         ours = AutoModel.from_pretrained(folder, dtype=dtype)
         assert {parameter.dtype for parameter in ours.parameters()} == {dtype}
         with torch.no_grad():
-            expected = memory.to(dtype).model(IDS).last_hidden_state
+            memory = (
+                memory if dtype == torch.bfloat16 else memory.float()
+            )  # which spares the rotary embedding
+            expected = memory.model(IDS).last_hidden_state
             assert torch.equal(ours(IDS).last_hidden_state, expected)
         ours.save_pretrained(tmp_path / "base")
         again = AutoModel.from_pretrained(tmp_path / "base", dtype=dtype)
@@ -238,11 +241,11 @@ def edit(folder: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["quantization_config"]["ranks"].pop(Q), "random|missing"),
+        (lambda c: c["quantization_config"]["ranks"].pop(Q), rf"{Q} has factors .* but no rank"),
         (lambda c: c["quantization_config"]["ranks"].update({"model.norm": 3}), "model.norm.a is missing"),
         (lambda c: c.update(quantization_config={"quant_method": "fp8"}), "quant_method='fp8', but must say 'lowrank'"),
         (lambda c: c.update(quantization_config=5), "quant_method=5, but must say 'lowrank'"),
-        (lambda c: c.update(hidden_size=32), r"is 16 x 16 in the files, but 16 x 32 in LlamaForCausalLM"),
+        (lambda c: c.update(hidden_size=32), r"proj is 16 x \d+ in the files, but \d+ x \d+ in LlamaFor"),
         (lambda c: c.update(vocab_size=44), r"embed_tokens.weight is \[40, 16\] in the files, but \[44, 16\]"),
     ],
 )  # fmt: skip

@@ -92,7 +92,7 @@ def test_dense_again() -> None:
     assert not model.model.layers[0].mlp.up_proj.weight.requires_grad
     assert model.model.layers[1].mlp.up_proj.weight.requires_grad
     assert torch.allclose(model.eval()(ids).logits, before, rtol=1e-4, atol=1e-4)
-    with pytest.raises(UsageError, match="no low-rank layers. compress_lowrank puts them in"):
+    with pytest.raises(UsageError, match=r"no low-rank layers\. compress_lowrank puts them in"):
         to_dense(model)
     with pytest.raises(UsageError, match=r"a low-rank layer itself; layer.to_dense\(\)"):
         to_dense(layer())

@@ -52,7 +52,7 @@ def ranks_of(table: Mapping[str, Any]) -> dict[str, int]:
 
 
 def require_factors(ranks: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse stored factors that aren't there or don't have the ranks that are stated.
+    """Refuse stored factors that aren't there, don't have the ranks that are stated or are stated nowhere.
 
     Args:
         shapes: of the stored tensors, by name.
@@ -69,6 +69,14 @@ def require_factors(ranks: Mapping[str, int], shapes: Mapping[str, tuple[int, ..
         if len(a) != 2 or len(b) != 2 or a[1] != rank or b[0] != rank or rank > min(a[0], b[1]):
             raise GnomonError(
                 f"{name} has factors {list(a)} and {list(b)}, which are no matrix of rank {rank}. The folder is "
+                "damaged; apply the method again."
+            )
+    for stored, a in shapes.items():
+        name = stored.removesuffix(A)
+        b = shapes.get(name + B, ())
+        if name != stored and name not in ranks and len(a) == len(b) == 2 and a[1] == b[0]:
+            raise GnomonError(
+                f"{name} has factors {list(a)} and {list(b)} in the files, but no rank in {CONFIG}. The folder is "
                 "damaged; apply the method again."
             )
 
