@@ -116,8 +116,9 @@ class DobiConfig:
     """Passes over the samples."""
     samples: int = 256
     """Sequences of the calibration text that are used."""
-    share_weight: float = 10.0
-    """λ of |ratio − target| (not stated: inferred)."""
+    share_weight: float = 1.0
+    """λ of |ratio − target| (not stated: inferred). What a share is worth in nats: far above it all positions move
+    together, far below it the share drifts, which the whole ranks then make good in proportion."""
     range_weight: float = 1.0
     """Weight of Σ max(0, γ − q) + max(0, 1 − γ) (inferred)."""
 
@@ -133,5 +134,5 @@ class DobiConfig:
     @classmethod
     def small(cls, **changes: Any) -> DobiConfig:
         """For models whose layers have tens of directions, and few steps: a wide gate and small, falling steps."""
-        settings: dict[str, Any] = {"beta": 0.5, "lr": (1.0, 0.1), "epochs": 5, "samples": 64}
+        settings: dict[str, Any] = {"beta": 0.5, "lr": (3.0, 0.3), "epochs": 10, "samples": 64}
         return cls(**(settings | changes))

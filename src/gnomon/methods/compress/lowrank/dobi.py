@@ -77,7 +77,7 @@ def learn_positions(
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 step += 1
-    log.info("Dobi-SVD: share %.4f after %d steps, target %.4f", float(share), steps, keep)
+    log.info("Dobi-SVD: share %.4f after %d steps, target %.4f", share.item(), steps, keep)
     clamped = torch.minimum(gamma.detach().clamp(min=1), most)
     return {name: float(clamped[i]) for i, name in enumerate(shapes)}
 
@@ -145,7 +145,12 @@ class _Truncated:
             y = (output - bias).reshape(-1, output.shape[-1]).to(basis.dtype)
             z = y if basis.shape[0] == basis.shape[1] else y @ basis  # (tokens, q)
             if self.batch.mask is not None:  # padding must not turn the directions
-                z = z * real_positions(output, self.batch, name)[:, None]
+                z = z.masked_fill(~real_positions(output, self.batch, name)[:, None], 0)
+            if not bool(torch.isfinite(z).all()):
+                raise NumericalFailure(
+                    f"The output of {name} holds NaN or infinity on the calibration text. Run the model in bfloat16 "
+                    "or float32, or look for the batch."
+                )
             if self.pca is not None:
                 _, v = right_vectors(z)
                 k = min(int((t > 0.5).sum()), v.shape[1])
