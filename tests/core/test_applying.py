@@ -406,11 +406,13 @@ def test_a_method_that_changes_the_model_itself(model: Path, tmp_path: Path) -> 
     assert (found.form, found.tensors, found.converted) == ("changed", 2, 1)
     assert ("changed rows", "1 to 1, median 1") in found.rows()
     for unlike in (source(tmp_path / "out", HALVES), source(tmp_path / "out")):
-        with pytest.raises(GnomonError, match="but gnomon.json says 'changed'"):
+        with pytest.raises(GnomonError, match=r"but gnomon\.json says 'changed'"):
             check_folder(unlike)
-    with pytest.raises(UsageError, match=r"the model itself was changed, .* was applied to\. Call undo\(D\)\."):
+    with pytest.raises(
+        UsageError, match=r"the model itself was changed, .* was applied to\. Call undo\(D\)\."
+    ):
         apply_method(DENSE, changed, tmp_path / "back", NoSettings())
-    with pytest.raises(UsageError, match="gnomon_changed already, .* Use the model that it was made from"):
+    with pytest.raises(UsageError, match=r"gnomon_changed already, .* Use the model that it was made from"):
         apply_method(method, changed, tmp_path / "twice", Factor())
 
 
