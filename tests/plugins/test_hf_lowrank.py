@@ -13,7 +13,7 @@ import torch
 from family_models import FAMILIES, tiny_family
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import gnomon
 import gnomon.hf
@@ -284,3 +284,23 @@ def test_linear_layers_elsewhere_stay_plain(tmp_path: Path) -> None:
     _, _, folder = stored(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert type(model.lm_head) is nn.Linear
+
+
+def test_experts_that_are_merged_on_loading_stay_what_they_are(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(**sizes, num_hidden_layers=2, vocab_size=40, num_local_experts=4)
+    MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    gnomon.apply("lowrank", model=tmp_path / "plain", out=tmp_path / "low", keep=0.5)
+    before, after = (
+        load_file(path)
+        for path in (tmp_path / "plain/model.safetensors", tmp_path / "low/gnomon.safetensors")
+    )
+    experts = [name for name in before if ".experts." in name]
+    assert len(experts) == 24 and all(torch.equal(after[name], before[name]) for name in experts)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "low", output_loading_info=True)
+    assert not any(report.values()) and len(ranks_of(model)) == 8
+    memory = compress_lowrank(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), keep=0.5)
+    assert torch.equal(logits(model), logits(memory))
+    model.save_pretrained(tmp_path / "again")
+    gnomon.check(tmp_path / "again", against=tmp_path / "low")
