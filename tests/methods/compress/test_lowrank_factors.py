@@ -58,7 +58,7 @@ def test_asvd_by_hand() -> None:
     assert asvd_scale(torch.tensor([0.0, 9.0]), alpha=0.0).tolist() == pytest.approx([1.000001, 1.000001])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 13), st.integers(1, 13), st.integers(1, 40), st.data())
 def test_errors_are_the_tails_of_the_spectra(m: int, n: int, tokens: int, data: st.DataObject) -> None:
     """‖W − AB‖², ‖(W − AB) D‖² and ‖(W − AB) X‖² = Σ_{i>k} σ_i², at every rank, also with fewer tokens than inputs."""
@@ -71,7 +71,8 @@ def test_errors_are_the_tails_of_the_spectra(m: int, n: int, tokens: int, data: 
         (factor_svd_llm(w, x @ x.T), x),
     ):
         tail = float((factored.sigma[k:] ** 2).sum())
-        assert loss(w, inputs, *factored.cut(k)) == pytest.approx(tail, rel=1e-6, abs=1e-4)
+        shift = 1e-5 * float(w.square().sum()) if inputs is x and tokens < n else 1e-9  # H had to be shifted
+        assert loss(w, inputs, *factored.cut(k)) == pytest.approx(tail, rel=1e-6, abs=shift)
     if tokens >= n:  # H is positive definite, and nothing was shifted
         sigma = torch.linalg.svdvals(w @ x)
         whole = factor_svd_llm(w, x @ x.T).sigma[: len(sigma)]

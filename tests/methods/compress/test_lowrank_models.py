@@ -4,6 +4,8 @@ method's own limits (full rank, keep=1), and that everything else of a model sta
 from __future__ import annotations
 
 import copy
+import doctest
+import importlib
 from typing import Any
 
 import pytest
@@ -190,11 +192,13 @@ def test_statistics_equal_plain_sums(family: str) -> None:
     assert all(one.gram is None for one in light.values())
 
 
-def test_padding_changes_nothing() -> None:
-    """Right-padded rows give the factors of the rows alone."""
-    model, short = tiny_family("llama"), ids(2, 9)
-    padded = torch.cat([short, torch.zeros(2, 6, dtype=torch.long)], 1)
-    mask = torch.cat([torch.ones_like(short), torch.zeros(2, 6, dtype=torch.long)], 1)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(side: str) -> None:
+    """Padded rows give the factors of the rows alone."""
+    model, short, blank = tiny_family("llama"), ids(2, 9), torch.zeros(2, 6, dtype=torch.long)
+    padded = torch.cat([blank, short] if side == "left" else [short, blank], 1)
+    ones = torch.ones_like(short)
+    mask = torch.cat([blank, ones] if side == "left" else [ones, blank], 1)
     for method in ("svd_llm", "dobi"):
         one = compress_lowrank(model, method, 0.6, [short], config=QUICK[method])
         two = compress_lowrank(
@@ -219,7 +223,7 @@ def test_svd_llm_fits_the_first_layer_best() -> None:
     assert errors["svd_llm"] < errors["asvd"] < errors["svd"]
     layer = compress_lowrank(model, "svd_llm", 0.5, [ids()]).get_submodule(name)
     tail = torch.linalg.svdvals(x.double() @ w.double().T)[layer.rank :]
-    assert errors["svd_llm"] == pytest.approx(float(tail.norm()), rel=1e-4)
+    assert errors["svd_llm"] == pytest.approx(tail.norm().item(), rel=1e-4)
 
 
 def test_all_zero_inputs() -> None:
@@ -283,6 +287,15 @@ def test_the_update_lowers_the_loss() -> None:
     assert all(torch.equal(p, q) for p, q in zip(both.parameters(), small.parameters(), strict=True))
     with pytest.raises(UsageError, match="no LowRankLinear to update"):
         lora_update(model, [ids()])
+
+
+def test_the_example_works() -> None:
+    """The package's docstring."""
+    from gnomon.methods.compress import lowrank
+
+    assert doctest.testmod(lowrank) == doctest.TestResults(failed=0, attempted=7)
+    pca = importlib.import_module("gnomon.methods.compress.lowrank.pca")
+    assert doctest.testmod(pca) == doctest.TestResults(failed=0, attempted=3)
 
 
 # ---------------------------------------------------------------------------------------------- bad input

@@ -32,7 +32,7 @@ def dense(shapes: dict[str, tuple[int, int]]) -> int:
     return sum(m * n for m, n in shapes.values())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(SHAPES, st.floats(0.05, 0.99))
 def test_fit_is_the_best_of_all_choices(shapes: dict[str, tuple[int, int]], keep: float) -> None:
     """Every subset of layers that take one more than their floor is tried."""
@@ -59,7 +59,7 @@ def test_fit_is_the_best_of_all_choices(shapes: dict[str, tuple[int, int]], keep
     assert spent == best
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(SHAPES, st.floats(0.05, 0.99), st.data())
 def test_budgets_are_met(shapes: dict[str, tuple[int, int]], keep: float, data: st.DataObject) -> None:
     """Never above the share; below it by less than the dearest direction that could still be added."""

@@ -21,8 +21,8 @@ Shapes: W is m × n (outputs × inputs) and becomes A B, A m × k, B k × n; q =
 >>> from gnomon.core.tiny import build                        # or any model of yours
 >>> model, text = build("tiny:llama-10k"), [torch.arange(64).view(2, 32)]
 >>> small = compress_lowrank(model, "svd_llm", keep=0.6, calib=text, config=SVDLLMConfig(ranks="fit"))
->>> 0.58 < kept_share(small) <= 0.6, small.model.layers[0].mlp.up_proj
-(True, LowRankLinear(in_features=16, out_features=24, rank=5, bias=False))
+>>> 0.58 < kept_share(small) <= 0.6, small.model.layers[0].mlp.up_proj.rank
+(True, 5)
 >>> dense = to_dense(small)                                   # as large as before, of the same low rank
 >>> int(torch.linalg.matrix_rank(dense.model.layers[0].mlp.up_proj.weight.detach()))
 5

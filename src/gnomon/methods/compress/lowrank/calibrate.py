@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, n inputs of a layer.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,8 +15,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from gnomon.core.errors import NumericalFailure, UsageError
-from gnomon.core.layers import unwrap
-from gnomon.core.scoring import token_nll
+from gnomon.core.layers import decoder_stack, unwrap
+from gnomon.core.scoring import position_ids, token_nll
 
 from .layers import compressible, state_kept
 
@@ -152,18 +153,29 @@ def gather(
         layer.register_forward_pre_hook(collector.hook(name, layer.in_features, layer.weight.device))
         for name, layer in layers.items()
     ]
-    runs = unwrap(model)
-    at = next(runs.parameters()).device
+    root = unwrap(model)
+    runner = decoder_stack(root).runner  # without the head, whose logits nobody needs here
+    at = next(root.parameters()).device
     try:
-        with state_kept(runs), torch.no_grad():
+        with state_kept(root), torch.no_grad():
             for batch in batches:
                 moved = batch.to(at)
                 collector.start(moved)
-                runs(input_ids=moved.input_ids, attention_mask=moved.mask, use_cache=False)
+                runner(**_arguments(runner, moved))
     finally:
         for hook in hooks:
             hook.remove()
     return collector.stats
+
+
+def _arguments(runner: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Keyword arguments for a batch; positions count real tokens only, so that padding on either side shifts none."""
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
+    if batch.mask is not None:
+        inputs["attention_mask"] = batch.mask
+        if "position_ids" in inspect.signature(runner.forward).parameters:
+            inputs["position_ids"] = position_ids(batch.mask)
+    return inputs
 
 
 class _Collector:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gnomon.core.errors import NumericalFailure, UsageError
-from gnomon.core.layers import is_conv1d, linears, unwrap
+from gnomon.core.layers import decoder_stack, is_conv1d, linears, unwrap
 
 from .linear import LowRankLinear
 
@@ -135,8 +135,6 @@ def _plain(name: str, module: nn.Module) -> nn.Linear:
 
 def _counted(model: nn.Module) -> dict[str, nn.Linear | LowRankLinear]:
     """Linear layers of the decoder, dense and compressed, in the model's order."""
-    from gnomon.core.layers import decoder_stack
-
     stack = decoder_stack(model)
     inside = stack.root.get_submodule(stack.name).named_modules(prefix=stack.name)
     return {name: module for name, module in inside if isinstance(module, nn.Linear | LowRankLinear)}
