@@ -65,6 +65,8 @@ SYSTEMS: tuple[System, ...] = (
         "NeurIPS 2026",
         "arXiv:2603.03597",
         "Muon with a budget on the update's nuclear norm, so that trained weights compress better.",
+        status="works",
+        study="gnomon.studies.numuon",
         apply=("lowrank=gnomon.methods.compress.lowrank.apply",),
     ),
     System(

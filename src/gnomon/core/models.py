@@ -104,6 +104,13 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: str | None = None) -
     return _whole(str(folder), dtype, local=True).to(where)
 
 
+def save(loaded: Loaded, folder: Path) -> None:
+    """Write model and tokenizer into a folder that :func:`load` reads again."""
+    with _bars_on_a_terminal_only():
+        loaded.model.save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
+
+
 def require(name: str) -> None:
     """Refuse a model that :func:`load` would refuse, without loading it (a hub id is not asked for).
 
