@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,12 @@ TEXT = {"samples": 8, "length": 16, "calib": "generated:30"}
 
 
 @pytest.fixture(autouse=True)
-def no_bars() -> None:
+def no_bars() -> Iterator[None]:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    yield
+    transformers.utils.logging.enable_progress_bar()
 
 
 @pytest.fixture
