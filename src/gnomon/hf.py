@@ -11,7 +11,8 @@ Without the import Transformers refuses such a folder, because it doesn't know t
 """
 
 from gnomon.plugins.hf import register
+from gnomon.plugins.hf_lowrank import save_lowrank
 
-__all__ = ["register"]
+__all__ = ["register", "save_lowrank"]
 
 register()

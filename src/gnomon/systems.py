@@ -67,6 +67,7 @@ SYSTEMS: tuple[System, ...] = (
         "Muon with a budget on the update's nuclear norm, so that trained weights compress better.",
         status="works",
         study="gnomon.studies.numuon",
+        apply=("lowrank=gnomon.methods.compress.lowrank.apply",),
     ),
     System(
         "mglu",

@@ -380,6 +380,62 @@ def test_a_whole_model_method(model: Path, tmp_path: Path) -> None:
     assert check_folder(source(tmp_path / "out")).tensors == 2
 
 
+CHANGED = Form(
+    name="changed",
+    group=lambda checkpoint: {name: (name,) for name in checkpoint.entries},
+    decode=lambda name, stored: stored[name],
+    describe=lambda name, stored: {"rows": 1.0} if name == "new" else {},
+    instead="Call undo(D).",
+)
+
+
+def change(given: Source, out: Path, settings: Factor) -> None:
+    weights = load_file(given.folder / "model.safetensors")
+    save_file({"w": weights["w"] * settings.by, "new": torch.ones(1)}, out / "gnomon.safetensors")
+    config = json.loads((given.folder / "config.json").read_text()) | {"model_type": "gnomon_changed"}
+    (out / "config.json").write_text(json.dumps(config))
+
+
+def test_a_method_that_changes_the_model_itself(model: Path, tmp_path: Path) -> None:
+    method = ModelMethod(name="change", settings=Factor, run=change, form=CHANGED)
+    done = apply_method(method, source(model), tmp_path / "out", Factor())
+    assert (done.bytes_after, done.converted) == (52, 4)
+    assert read_manifest(tmp_path / "out").form == "changed"
+    changed = source(tmp_path / "out", CHANGED)
+    found = check_folder(changed)
+    assert (found.form, found.tensors, found.converted) == ("changed", 2, 1)
+    assert ("changed rows", "1 to 1, median 1") in found.rows()
+    for unlike in (source(tmp_path / "out", HALVES), source(tmp_path / "out")):
+        with pytest.raises(GnomonError, match=r"but gnomon\.json says 'changed'"):
+            check_folder(unlike)
+    with pytest.raises(
+        UsageError, match=r"the model itself was changed, .* was applied to\. Call undo\(D\)\."
+    ):
+        apply_method(DENSE, changed, tmp_path / "back", NoSettings())
+    with pytest.raises(UsageError, match=r"gnomon_changed already, .* Use the model that it was made from"):
+        apply_method(method, changed, tmp_path / "twice", Factor())
+
+
+def test_a_method_that_looks_before_it_reads(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it refuses costs no read; what it finds out is recorded beside the settings."""
+
+    def prepare(checkpoint: Checkpoint, settings: Factor) -> dict[str, Any]:
+        if settings.by < 0:
+            raise UsageError("by is negative")
+        return {"seen": sorted(checkpoint.entries)}
+
+    method = ModelMethod(name="double", settings=Factor, prepare=prepare, run=double)
+    apply_method(method, source(model), tmp_path / "out", Factor(by=0.5))
+    [step] = read_manifest(tmp_path / "out").steps
+    assert step.settings == {"by": 0.5, "seen": ["byte", "odd", "w", "wide"]}
+    monkeypatch.setattr(Entry, "read", lambda entry: pytest.fail("read"))
+    with pytest.raises(UsageError, match="by is negative"):
+        apply_method(method, source(model), tmp_path / "new", Factor(by=-1.0))
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_method_that_writes_a_file(model: Path, tmp_path: Path) -> None:
     def measure(given: Source, out: Path, settings: NoSettings) -> None:
         out.write_text(given.name)

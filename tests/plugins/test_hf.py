@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ IDS = torch.arange(3, 11)[None]  # eight rows: beyond what a layer multiplies st
 
 
 @pytest.fixture(autouse=True)
-def no_bars() -> None:
+def no_bars() -> Iterator[None]:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    yield
+    transformers.utils.logging.enable_progress_bar()
 
 
 def stored(tmp_path: Path, family: str = "llama", **settings: Any) -> tuple[Any, Path, Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_models import tiny_family
+from transformers import AutoModelForCausalLM
 
 import gnomon
 from gnomon.core.tiny import byte_tokenizer
@@ -28,18 +29,20 @@ def fresh(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`plain`, `nf12` made from it, and `saved`: `nf12` loaded and saved by Transformers in another process."""
+    """`plain`, `nf12` and `lowrank` made from it, and both loaded and saved by Transformers in another process."""
     base = tmp_path_factory.mktemp("models")
     model = tiny_family("llama", dtype=torch.bfloat16, vocab_size=259, tie_word_embeddings=True)
     model.save_pretrained(base / "plain")
     byte_tokenizer().save_pretrained(base / "plain")
     gnomon.apply("nf12", model=str(base / "plain"), out=base / "nf12", min_elements=1)
+    gnomon.apply("lowrank", model=str(base / "plain"), out=base / "lowrank", keep=0.5)
     done = fresh(
         "import sys, gnomon.hf\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "model.save_pretrained(sys.argv[2], max_shard_size='6KB')\n"
-        "AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])",
-        *(str(base / name) for name in ("nf12", "saved")),
+        "for source, out in zip(sys.argv[1::2], sys.argv[2::2]):\n"
+        "  model = AutoModelForCausalLM.from_pretrained(source)\n"
+        "  model.save_pretrained(out, max_shard_size='6KB')\n"
+        "  AutoTokenizer.from_pretrained(source).save_pretrained(out)",
+        *(str(base / name) for name in ("nf12", "saved", "lowrank", "lowrank-saved")),
     )
     assert done.returncode == 0, done.stderr
     return base
@@ -52,11 +55,12 @@ def test_without_the_import_nothing_loads(folders: Path) -> None:
         f"  except (OSError, ValueError) as error: print('{one}', type(error).__name__, error)\n"
         for one in ("AutoConfig", "AutoModelForCausalLM", "LlamaForCausalLM")
     )
-    done = fresh(code, *(str(folders / name) for name in ("nf12", "saved")))
+    done = fresh(code, *(str(folders / name) for name in ("nf12", "saved", "lowrank", "lowrank-saved")))
     assert done.returncode == 0, done.stderr
     assert "LOADED" not in done.stdout
     assert done.stdout.count("gnomon_nf12` but Transformers does not recognize") == 4
-    assert done.stdout.count("LlamaForCausalLM OSError Error no file named model.safetensors") == 2
+    assert done.stdout.count("gnomon_lowrank` but Transformers does not recognize") == 4
+    assert done.stdout.count("LlamaForCausalLM OSError Error no file named model.safetensors") == 4
 
 
 def test_with_the_import_everything_loads(folders: Path) -> None:
@@ -93,3 +97,26 @@ def test_gnomons_own_loader_imports_it_by_itself(folders: Path) -> None:
     done = fresh(code, *(str(folders / name) for name in ("nf12", "plain", "text.txt")))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["NF12Linear", "0.0 1.0 True", "True"]
+
+
+def test_low_rank_loads_with_the_import(folders: Path) -> None:
+    from gnomon.methods.compress.lowrank import compress_lowrank
+
+    code = (
+        "import sys, gnomon.hf; from gnomon.core.models import load\n"
+        "models = [AutoModelForCausalLM.from_pretrained(path) for path in sys.argv[1:]]\n"
+        f"print([model({IDS}).logits.double().sum().item() for model in models])\n"
+        "print({type(model.model.layers[0].mlp.up_proj).__name__ for model in models})\n"
+        "print([model.lm_head.weight is model.model.embed_tokens.weight for model in models])\n"
+        "print(type(load(sys.argv[1]).model.model.layers[0].mlp.up_proj).__name__)"
+    )
+    done = fresh(code, *(str(folders / name) for name in ("lowrank", "lowrank-saved")))
+    assert done.returncode == 0, done.stderr
+    model = compress_lowrank(AutoModelForCausalLM.from_pretrained(folders / "plain"), keep=0.5)
+    expected = model(torch.arange(3, 11)[None]).logits.double().sum().item()
+    assert done.stdout.splitlines() == [
+        str([expected, expected]),
+        "{'LowRankLinear'}",
+        "[True, True]",
+        "LowRankLinear",
+    ]

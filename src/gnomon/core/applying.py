@@ -61,10 +61,15 @@ class ModelMethod:
 
     name: str
     settings: type[Any] = NoSettings
+    prepare: Callable[[Checkpoint, Any], Mapping[str, Any]] = lambda checkpoint, settings: {}
+    """Refuses a checkpoint or settings that won't do, before any weight is read. What it returns is recorded beside
+    the settings, such as the hash of a text."""
     run: Callable[[Source, Path, Any], None]
     """Writes config and weights into the given empty folder, or the file of the given name."""
     takes: Literal["dense", "any"] = "dense"
     gives: Literal["folder", "file"] = "folder"
+    form: Form = PLAIN
+    """How `run` stores the result, as for a :class:`TensorMethod`."""
     growth: float = 1.0
     """Most bytes of the result per byte of the input's weights: asked of the disk beforehand."""
 
@@ -81,7 +86,7 @@ class Source:
     """For records: a model's name, or a folder's last component."""
     checkpoint: Checkpoint
     form: Form | None = PLAIN
-    """How its own tensors are stored; None where a method changed the model itself, so there is no way back."""
+    """How its own tensors are stored; None where that isn't known, so there is no way back."""
 
     @property
     def folder(self) -> Path:
@@ -160,8 +165,10 @@ def apply_method(
     weights = Weights(source.checkpoint, source.form or PLAIN, manifest.tensors if manifest else {})
     before = manifest.steps if manifest else ()
 
+    more = dict[str, Any]()
+
     def steps(own: Digests) -> tuple[Step, ...]:
-        step = Step(method.name, recorded(settings), source.name, combined(own), __version__)
+        step = Step(method.name, {**recorded(settings), **more}, source.name, combined(own), __version__)
         return (*before, step)
 
     if isinstance(method, TensorMethod):
@@ -172,6 +179,7 @@ def apply_method(
             write_config(source.checkpoint, weights.form, method.form, folder)
             _finish(folder, source, Manifest(method.form.name, steps(done.own), done.result))
     else:
+        more |= method.prepare(source.checkpoint, settings)
         _require_space(out, int(weights.nbytes * method.growth), source)
         with alone(out), written_file(out) if to_file else written_folder(out, force=force) as place:
             own = {name: digest(weights.read(name)) for name in weights.groups}
@@ -215,8 +223,9 @@ def _run_to_folder(
 ) -> Converted:
     method.run(source, folder, settings)
     written = open_checkpoint(folder)
-    new = {name: digest(entry.read()) for name, entry in written.entries.items()}
-    _finish(folder, source, Manifest(PLAIN.name, steps, new))
+    stored = Weights(written, method.form, {})
+    new = {name: digest(stored.read(name)) for name in stored.groups}
+    _finish(folder, source, Manifest(method.form.name, steps, new))
     return Converted(own, new, written.nbytes, sum(new.get(name) != one for name, one in own.items()))
 
 
@@ -235,14 +244,15 @@ def require_chain(method: Method, source: Source) -> None:
                 f"{source.name} is an ordinary checkpoint already (model_type {model_type(config)!r}), so "
                 f"{method.name} has nothing to turn back."
             )
-        if source.form is None:
+        if source.form is None or not source.form.lossless:
+            instead = f" {source.form.instead}" if source.form else ""
             raise UsageError(
                 f"{source.name} is of type {model_type(config)}: the model itself was changed, so there are no "
-                f"ordinary weights to go back to. Use the model that the method was applied to."
+                f"ordinary weights to go back to. Use the model that the method was applied to.{instead}"
             )
     elif kind == "gnomon":
         way_out = "Use the model that it was made from."
-        if source.form is not None:
+        if source.form is not None and source.form.lossless:
             way_out = f"Turn it back first: gnomon apply dense --model {source.name} --out E"
         raise UsageError(
             f"{source.name} is of type {model_type(config)} already, and {method.name} takes ordinary "

@@ -62,7 +62,8 @@ def write_converted(
         own[name] = digest(tensor)
         changed = convert(name, tensor)
         stored = {name: tensor} if changed is None else changed
-        result.update({name: own[name]} if form is not PLAIN else digests(stored))
+        kept = form is not PLAIN and form.lossless
+        result.update({name: own[name]} if kept else digests(stored))
         for part, value in stored.items():
             places[part] = file
             writer.add(part, value)

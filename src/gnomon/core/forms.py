@@ -2,7 +2,9 @@
 
 The *own* tensors of a model are those of its ordinary checkpoint. In the ordinary form each is stored as
 itself; a form such as NF12 stores several tensors in place of one and gives that one back, bit for bit.
-A form is what makes one reader enough for converting back, checking and comparing.
+A form is what makes one reader enough for converting back, checking and comparing. A method that changes the
+model itself, such as low rank, has one too where Transformers alone must not load the result; there is no way
+back from that one.
 """
 
 from __future__ import annotations
@@ -42,6 +44,13 @@ class Form:
     """What the form adds to `config.json`."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """What it adds to the metadata of its safetensors files."""
+    instead: str = ""
+    """For a form of a model that was itself changed: what to do, as there are no former weights to go back to."""
+
+    @property
+    def lossless(self) -> bool:
+        """The own tensors are those that went in; else they are the stored ones."""
+        return not self.instead
 
 
 PLAIN = Form(

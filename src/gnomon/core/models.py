@@ -93,6 +93,17 @@ def load(
     return Loaded(model.to(where), tokenizer, name, kind, where, attn)
 
 
+def load_model(folder: Path, *, dtype: torch.dtype, device: str | None = None) -> PreTrainedModel:
+    """The causal language model of a folder in evaluation mode, without a tokenizer.
+
+    Raises:
+        UsageError, GnomonError: as :func:`load`.
+    """
+    where = as_device(device)
+    _check_folder(folder)
+    return _whole(str(folder), dtype, local=True).to(where)
+
+
 def save(loaded: Loaded, folder: Path) -> None:
     """Write model and tokenizer into a folder that :func:`load` reads again."""
     with _bars_on_a_terminal_only():
@@ -249,19 +260,22 @@ def _pretrained(
     source: str, dtype: torch.dtype, attn: str, *, local: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer by Transformers' own loaders, with errors that name the way out."""
-    common: dict[str, Any] = {
-        "local_files_only": local,
-        "trust_remote_code": False,
-    }  # None would ask at a prompt
+    with _explained(source, local=local):
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+    return _whole(source, dtype, local=local, attn_implementation=attn), tokenizer
+
+
+def _whole(source: str, dtype: torch.dtype, *, local: bool, **options: Any) -> PreTrainedModel:
+    """A model none of whose weights is missing in the files or unused from them."""
     with _explained(source, local=local), _bars_on_a_terminal_only():
-        tokenizer = AutoTokenizer.from_pretrained(source, **common)
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
-            attn_implementation=attn,
             use_safetensors=True,
             output_loading_info=True,
-            **common,
+            local_files_only=local,
+            trust_remote_code=False,  # None would ask at a prompt
+            **options,
         )
     if report["missing_keys"]:
         raise GnomonError(
@@ -279,7 +293,8 @@ def _pretrained(
             f"{unused[0]}); without them it would be another model. The config.json is damaged, or the weights "
             "are quantized in a way that Transformers doesn't know."
         )
-    return model, tokenizer
+    found: PreTrainedModel = model
+    return found
 
 
 def _stem(name: str) -> str:

@@ -10,10 +10,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from gnomon.core.applying import DENSE, Applied, Method, Source, TensorMethod, apply_method
+from gnomon.core.applying import DENSE, Applied, Method, Source, apply_method
 from gnomon.core.checking import CheckReport, check_folder
 from gnomon.core.checkpoints import GNOMON_TYPE, model_type, open_checkpoint
 from gnomon.core.errors import GnomonError, UsageError, unknown
+from gnomon.core.forms import PLAIN
 from gnomon.core.models import model_folder
 from gnomon.core.refs import as_path
 from gnomon.systems import SYSTEMS
@@ -118,4 +119,4 @@ def _source(model: str) -> Iterator[Source]:
                 "in gnomon.json of that folder."
             )
         method = find_method(made_by)
-        yield Source(name, checkpoint, method.form if isinstance(method, TensorMethod) else None)
+        yield Source(name, checkpoint, None if method.form is PLAIN else method.form)

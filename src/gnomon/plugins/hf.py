@@ -15,15 +15,18 @@ from transformers.quantizers.auto import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from gnomon.core.forms import Form
+from gnomon.methods.compress.lowrank.stored import FORM as LOWRANK
 from gnomon.methods.compress.nf12.apply import FORM as NF12
 
 from .hf_forms import wrapped_config
+from .hf_lowrank import LowRankConfig, LowRankQuantizer
 from .hf_nf12 import NF12QuantizationConfig, NF12Quantizer
 
 FORMS: tuple[tuple[Form, type[QuantizationConfigMixin], type[HfQuantizer]], ...] = (
     (NF12, NF12QuantizationConfig, NF12Quantizer),
+    (LOWRANK, LowRankConfig, LowRankQuantizer),
 )
-"""Forms of ordinary models: the class of `quantization_config`, and the quantizer that puts the layers in."""
+"""Forms of models: the class of `quantization_config`, and the quantizer that puts the layers in."""
 
 
 def register() -> None:

@@ -51,8 +51,10 @@ def wrapped_config(form: Form) -> type[PretrainedConfig]:
                 raise GnomonError(
                     f"{WEIGHTS} is {weights!r}, but must be {SINGLE} or {INDEX}. The config.json is damaged."
                 )
-            # quantization_config stays: it is how Transformers finds the quantizer
-            plain = unwrapped(config_dict, form) | dict(form.config)
+            # quantization_config stays: it is how Transformers finds the quantizer, which judges what it says
+            plain = unwrapped(config_dict, form) | {
+                key: _stated(config_dict.get(key, value), value, key) for key, value in form.config.items()
+            }
             found = CONFIG_MAPPING[base].from_dict(plain, **kwargs)
             config = found[0] if isinstance(found, tuple) else found
             for part in {id(one): one for one in (config, config.get_text_config())}.values():
@@ -62,6 +64,19 @@ def wrapped_config(form: Form) -> type[PretrainedConfig]:
     return WrappedConfig
 
 
+def _stated(found: Any, expected: Mapping[str, Any], key: str) -> Any:
+    """What a folder says under `key`, if it is for the quantizer of its form and no other."""
+    method = "quant_method"
+    if not isinstance(found, dict) or found.get(method) != expected[method]:
+        said = found.get(method) if isinstance(found, dict) else found
+        raise GnomonError(
+            f"{key} says {method}={said!r}, but must say {expected[method]!r}. The config.json is damaged."
+        )
+    return {
+        name: value for name, value in found.items() if not name.startswith("load_in_")
+    }  # of bitsandbytes
+
+
 def save(
     model: PreTrainedModel,
     folder: str | os.PathLike[str],
@@ -69,6 +84,7 @@ def save(
     state: Mapping[str, Tensor],
     steps: tuple[Step, ...],
     *,
+    settings: Mapping[str, Any] | None = None,
     is_main_process: bool = True,
     max_shard_size: int | str = "50GB",
     push_to_hub: bool = False,
@@ -80,6 +96,7 @@ def save(
     Args:
         state: stored tensors by the model's names, one name for tied ones.
         steps: for `gnomon.json`.
+        settings: of the one step that is recorded where `steps` is empty.
         is_main_process, max_shard_size: as in `PreTrainedModel.save_pretrained`.
 
     Raises:
@@ -111,7 +128,7 @@ def save(
         own = _digests(form, state)
         if not steps:  # compressed while it was loaded, or loaded from a hub, which hands out no gnomon.json
             name = Path(str(model.name_or_path or type(model).__name__)).name
-            steps = (Step(form.name, {}, name, combined(own), __version__),)
+            steps = (Step(form.name, settings or {}, name, combined(own), __version__),)
         manifest = Manifest(form.name, steps, own)
         write_atomic(beside / MANIFEST, manifest.dump())
         for stale in target.glob(f"{GNOMON_STEM}*.safetensors*"):

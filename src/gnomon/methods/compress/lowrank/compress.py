@@ -18,6 +18,7 @@ from .config import ASVDConfig, DobiConfig, SVDConfig, SVDLLMConfig
 from .dobi import dobi_bases, dobi_ranks, learn_positions
 from .factors import asvd_scale, factor_asvd, factor_svd, factor_svd_llm, require_keep
 from .layers import compressible, replace
+from .linear import guard_saving
 from .ranks import Shapes, fit_ranks, kept_share, require_reachable, uniform_ranks
 from .svd_llm import lora_update
 
@@ -50,7 +51,8 @@ def compress_lowrank(
     """Replace the linear layers of a decoder by :class:`LowRankLinear`, keeping the share `keep` of their numbers.
 
     Embeddings and head, tied or not, norms and biases stay. Factors are computed in float32 or better and stored in
-    the weight's dtype. 1 leaves the model dense.
+    the weight's dtype. 1 leaves the model dense. `save_pretrained` of the result refuses: plain Transformers could
+    not read it; `gnomon.hf.save_lowrank` writes it, `to_dense` makes it ordinary.
 
     Args:
         model: any Transformers decoder in floating point, on any device.
@@ -93,6 +95,7 @@ def compress_lowrank(
     else:
         for name, layer in layers.items():
             replace(model, name, *factor_svd(layer.weight).cut(ranks[name]))
+    guard_saving(model)
     log.info("%s: %.4f of the numbers in %d layers kept", method, kept_share(model), len(layers))
     return model
 

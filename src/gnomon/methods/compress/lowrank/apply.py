@@ -1,0 +1,257 @@
+"""`gnomon apply lowrank`: a model folder whose linear layers are two thin factors each.
+
+The whole model is loaded and compressed; what is written is the input's own tensors, shard by shard and bit for
+bit, with the factors in the place of each compressed matrix. So everything that low rank doesn't touch (embeddings,
+head, norms, experts that Transformers merges when it loads them) stays what it was, whatever dtype it is in.
+
+Here:  settings, what is refused beforehand, the folder.
+Not here: the mathematics (`compress`), the form (`stored`), loading with Transformers (`gnomon.hf`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gnomon.core.applying import ModelMethod, Source
+from gnomon.core.checkpoints import Checkpoint
+from gnomon.core.converting import write_config, write_converted
+from gnomon.core.errors import GnomonError, UsageError, unknown
+from gnomon.core.forms import PLAIN, Weights
+from gnomon.core.layers import linears
+from gnomon.core.places import parameters, skeleton
+from gnomon.core.safe_files import DTYPES
+
+from .compress import METHODS, compress_lowrank
+from .config import ASVDConfig, LoraUpdate, SVDLLMConfig
+from .factors import require_keep
+from .linear import LowRankLinear, low_rank_layers, put
+from .ranks import require_reachable
+from .stored import FORM, A, B, form_with
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WITHOUT_TEXT = ("svd",)
+"""Methods that look at the weights alone."""
+
+BATCH = 4096
+"""Tokens of calibration text that run through the model at once, or one window."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankSettings:
+    """How a model is compressed; the numbers of calibration text are those of SVD-LLM and Dobi-SVD."""
+
+    method: str = "svd"
+    """svd looks at the weights alone; asvd, svd_llm, svd_llm_lora and dobi also at text that runs through them."""
+    keep: float = 0.8
+    """Share of the numbers in the compressed matrices that stays."""
+    calib: str = "mixed"
+    """Calibration text: a recipe (`gnomon.core.data`), a file or a folder."""
+    samples: int = 256
+    """Windows of that text, drawn at random."""
+    length: int = 2048
+    """Tokens a window; the model's own limit where that is lower."""
+    seed: int = 0
+    """Of the windows, and of what the method draws."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise unknown("low-rank method", self.method, METHODS)
+        require_keep(self.keep)
+        if self.keep == 1:
+            raise UsageError("keep=1 leaves the model as it is, so there is nothing to apply.")
+        for name, least in (("samples", 1), ("length", 2), ("seed", 0)):
+            if (value := getattr(self, name)) < least:
+                raise UsageError(f"{name}={value} must be at least {least}.")
+        if not self.calib:
+            raise UsageError("calib is empty. Name a text: mixed, stdlib, a file or a folder.")
+
+    @property
+    def reads_text(self) -> bool:
+        return self.method not in WITHOUT_TEXT
+
+
+def prepare(checkpoint: Checkpoint, settings: LowRankSettings) -> Mapping[str, Any]:
+    """Refuse what can't be compressed; for the record, which text the calibration reads.
+
+    Raises:
+        UsageError: no decoder-only language model; a text that is too short.
+        GnomonError: a model that Transformers doesn't know; a linear layer made of several stored tensors; no
+            tokenizer for the text.
+    """
+    model = skeleton(checkpoint.config)
+    layers = _require_decoder(model)
+    _dtype(checkpoint)
+    places = parameters(model, checkpoint.entries)
+    known = {place for name, place in places.items() if name.endswith(".weight")}
+    for name in layers:
+        if f"{name}.weight" not in known:
+            raise GnomonError(
+                f"The weight of {name} is no tensor of its own in this checkpoint: Transformers puts it together on "
+                "loading. Low-rank factors have no place in such a folder; use compress_lowrank in memory."
+            )
+    if settings.method == "asvd":
+        shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+        require_reachable(settings.keep, shapes, ASVDConfig().candidates)
+    if not settings.reads_text:
+        return {}
+    text, windows = calibration(checkpoint, settings)
+    return {"calib_sha256": text, "calib_tokens": windows.numel()}
+
+
+def calibration(checkpoint: Checkpoint, settings: LowRankSettings) -> tuple[str, Tensor]:
+    """(SHA-256 of the text, its windows (samples, length)): the same for the same settings.
+
+    Raises:
+        UsageError: a text shorter than one window.
+        GnomonError: no such text, no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    from gnomon.core.data import Batches, corpus, token_stream
+
+    text = corpus(settings.calib)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint.folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # files from anywhere raise anything
+        raise GnomonError(
+            f"{settings.method} reads calibration text, but the tokenizer of {checkpoint.folder} can't be loaded "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Put the tokenizer's "
+            "files into the folder, or use method=svd, which needs none."
+        ) from None
+    stream = token_stream(text, tokenizer)
+    length = min(settings.length, _reach(checkpoint.config))
+    if len(stream) < length:
+        raise UsageError(
+            f"The calibration text {text.name} has {len(stream):,} tokens, fewer than one window of {length:,}. Give "
+            "a longer text, or a smaller length."
+        )
+    generator = torch.Generator().manual_seed(settings.seed)
+    batches = Batches(stream, batch=settings.samples, length=length, generator=generator)
+    return text.sha256, next(batches)
+
+
+def run(source: Source, folder: Path, settings: LowRankSettings) -> None:
+    """Compress the model and write it."""
+    from gnomon.core.models import load_model
+
+    checkpoint = source.checkpoint
+    model = load_model(source.folder, dtype=_dtype(checkpoint))
+    places = parameters(model, checkpoint.entries)  # asked before the layers are replaced
+    windows = calibration(checkpoint, settings)[1] if settings.reads_text else None
+    calib = None if windows is None else _batches(windows)
+    config = (
+        SVDLLMConfig(update=LoraUpdate(seed=settings.seed)) if settings.method == "svd_llm_lora" else None
+    )
+    model = compress_lowrank(model, settings.method, settings.keep, calib, config=config, inplace=True)
+    layers = dict(low_rank_layers(model))
+    state = model.state_dict()
+    stems = {
+        name: place.removesuffix(".weight") for name, place in places.items() if name.endswith(".weight")
+    }
+    ranks = {
+        name.removesuffix(".weight"): layers[stem].rank for name, stem in stems.items() if stem in layers
+    }
+    _require_places(skeleton(checkpoint.config), layers, {name: stems[f"{name}.weight"] for name in ranks})
+
+    def convert(name: str, tensor: Tensor) -> Mapping[str, Tensor] | None:
+        stem = stems.get(name)
+        if stem in layers:
+            stored, layer = name.removesuffix(".weight"), layers[stem]
+            return {stored + A: _as(layer.a, tensor), stored + B: _as(layer.b, tensor)}
+        now = state.get(places.get(name, ""))
+        if now is None or now.shape != tensor.shape:  # merged on loading: none of these is compressed
+            return None
+        now = _as(now, tensor)
+        return None if torch.equal(now, _as(tensor.to(model.dtype), tensor)) else {name: now}
+
+    weights = Weights(checkpoint, PLAIN, {})
+    form = form_with(ranks)
+    write_converted(checkpoint, weights, convert, form, folder, lambda line: None)
+    write_config(checkpoint, PLAIN, form, folder)
+
+
+def _require_decoder(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The linear layers of a decoder-only language model, by its classes alone; anything else is refused."""
+    from transformers.models.auto import modeling_auto as auto
+
+    name, config = type(model).__name__, model.config
+    masked = config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    masked = masked and getattr(config, "is_decoder", True) is False
+    encodes = getattr(config, "is_encoder_decoder", False) or masked
+    if name not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or encodes:
+        raise UsageError(
+            f"{name} is no decoder-only language model, which low rank is for. Give one that AutoModelForCausalLM "
+            "loads with all its weights."
+        )
+    found: dict[str, nn.Linear] = {}
+    for layer, module in linears(model).items():
+        if type(module) is not nn.Linear:
+            raise UsageError(
+                f"{layer} is a {type(module).__name__}, and low rank takes plain nn.Linear only. Use a model with "
+                "such layers."
+            )
+        found[layer] = module
+    return found
+
+
+def _reach(config: Mapping[str, Any]) -> int:
+    """Most tokens that the model reads at once, as far as its configuration says."""
+    inner = config.get("text_config")
+    for table in (config, inner if isinstance(inner, dict) else {}):
+        for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+            if type(table.get(key)) is int and table[key] > 1:
+                return int(table[key])
+    return 2**31
+
+
+def _dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """What most of the weights are stored in: the model is computed in it."""
+    counts: dict[torch.dtype, int] = {}
+    for entry in checkpoint.entries.values():
+        kind = DTYPES[entry.dtype]
+        if kind.is_floating_point and kind.itemsize > 1:
+            counts[kind] = counts.get(kind, 0) + entry.numel
+    if not counts:
+        raise GnomonError("This checkpoint holds no floating-point weights to compress.")
+    return max(counts, key=lambda kind: counts[kind])
+
+
+def _batches(windows: Tensor) -> list[Tensor]:
+    """As many windows at once as make :data:`BATCH` tokens."""
+    rows = max(1, BATCH // windows.shape[1])
+    return [windows[first : first + rows] for first in range(0, len(windows), rows)]
+
+
+def _as(value: Tensor, like: Tensor) -> Tensor:
+    """As it is stored: on the CPU, in the dtype of the tensor that it stands for."""
+    return value.detach().to("cpu", like.dtype).contiguous()
+
+
+def _require_places(model: nn.Module, layers: Mapping[str, LowRankLinear], stems: Mapping[str, str]) -> None:
+    """Refuse a checkpoint whose names Transformers would not lead to the factors when it loads them."""
+    for stem in stems.values():
+        layer = layers[stem]
+        empty = LowRankLinear(layer.in_features, layer.out_features, layer.rank, device="meta")
+        put(model, stem, empty)
+    wanted = {name + part: stem + part for name, stem in stems.items() for part in (A, B)}
+    found = parameters(model, wanted)
+    if wrong := [name for name, place in wanted.items() if found.get(name) != place]:
+        raise GnomonError(
+            f"Transformers would look for {wrong[0]} elsewhere than in {wanted[wrong[0]]}, so this architecture can't "
+            "be stored in low rank. Use compress_lowrank in memory."
+        )
+
+
+METHOD = ModelMethod(
+    name=FORM.name, settings=LowRankSettings, prepare=prepare, run=run, form=FORM, growth=1.0
+)
