@@ -47,6 +47,8 @@ SYSTEMS: tuple[System, ...] = (
         "NeurIPS 2025",
         "arXiv:2506.08001",
         "Trains two orthogonal matrices around a frozen random weight, so that its spectrum never changes.",
+        status="works",
+        study="gnomon.studies.poet",
     ),
     System(
         "bread",

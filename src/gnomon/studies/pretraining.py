@@ -60,6 +60,10 @@ class Entrant:
     optimizer: torch.optim.Optimizer
     finish: Callable[[nn.Module], nn.Module] = lambda model: model
     """Called after the last step; gives the model that is judged and kept."""
+    watch: Callable[[nn.Module], Mapping[str, float]] = lambda model: {}
+    """Numbers by name, taken along the learning curve and before `finish`."""
+    numbers: int | None = None
+    """Trained numbers, where that isn't what requires a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,21 +207,25 @@ def pretrain(
         decay = summed_decay / (lr * sum(schedule_factor(config, t) for t in range(steps)))
     made = load_rival(make)(loaded.model, lr=lr, weight_decay=decay, total_steps=steps, **{**(options or {})})
     entrant = made if isinstance(made, Entrant) else Entrant(made)
+    numbers = entrant.numbers or sum(p.numel() for p in loaded.model.parameters() if p.requires_grad)
     batches = texts.Batches(learnt, batch=batch, length=length, generator=torch.Generator().manual_seed(seed))
     some = rows(held_out, length, CURVE_WINDOWS)
     at = {round(steps * i / points) for i in range(1, points + 1)}
-    look = load_rival(watch) if watch else lambda model: {}
+    watched = [entrant.watch, *([load_rival(watch)] if watch else [])]
     tags = {"lr": lr} | ({} if summed_decay is None else {"summed decay": summed_decay})
+
+    def look() -> dict[str, float]:
+        return {name: value for one in watched for name, value in one(loaded.model).items()}
 
     def on_step(done: Step) -> None:
         if done.step in at and ctx.first:
-            for metric, value in {"loss": loss_of(loaded.model, some), **look(loaded.model)}.items():
+            for metric, value in {"loss": loss_of(loaded.model, some), **look()}.items():
                 ctx.record(
                     method=method, metric=metric + CURVE, value=value, tags={**tags, "step": done.step}
                 )
 
     spent = train(loaded.model, batches, entrant.optimizer, config, resume=ctx, on_step=on_step)
-    last = {f"last {name}": value for name, value in look(loaded.model).items()}
+    last = {f"last {name}": value for name, value in look().items()}
     judged = dataclasses.replace(loaded, model=entrant.finish(loaded.model))
     if ctx.first:
         save(judged, ctx.dir / "model")
@@ -226,8 +234,18 @@ def pretrain(
         "decay": decay,
         "tokens": spent.tokens,
         "seconds": spent.seconds,
+        "trained numbers": numbers,
+        "state bytes": state_bytes(entrant.optimizer),
         **last,
     }
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of all tensors that an optimizer keeps between steps."""
+    import torch
+
+    tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def budget(trained: Done, trials: int) -> dict[str, float]:
