@@ -6,11 +6,11 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
+from killing import TINY, killed_and_uncut, trained
 
 import gnomon
 from gnomon.core.errors import UsageError
 from gnomon.core.models import load
-from gnomon.core.seeding import seeded
 from gnomon.lab import StageContext
 from gnomon.lab.records import frame, make_record
 from gnomon.lab.stage import Done
@@ -19,44 +19,9 @@ from gnomon.studies.numuon import METHOD, MUON, WATCH, NuMuonStudy
 from gnomon.studies.numuon_figures import CONTROL, judged_records
 from gnomon.studies.numuon_optimizers import LOWEST, OPTIMIZERS, numuon_cosine
 from gnomon.studies.numuon_stages import feasible, from_torch, pipeline_config
-from gnomon.studies.pretraining import catch_up, pretrain, streams
+from gnomon.studies.pretraining import catch_up, streams
 
 FIGURES = {"learning", "after_compression", "trade_off", "layers", "decay"}
-SMALL = {
-    "method": METHOD,
-    "seed": 3,
-    "lr": 0.01,
-    "summed_decay": 2.0,
-    "model": "tiny:llama-10k",
-    "scratch": True,
-    "data": "generated:60",
-    "steps": 10,
-    "batch": 2,
-    "length": 16,
-    "accumulate": 2,
-    "warmup": 0.1,
-    "cooldown": 0.2,
-    "clip": 1.0,
-    "schedule": "wsd",
-    "points": 5,
-    "windows": 8,
-    "watch": WATCH,
-}
-CUT = [0]
-"""Steps until `cut` raises."""
-
-
-def cut(model, *, lr, weight_decay, total_steps):
-    """The paper's optimizer, whose process dies after some steps."""
-    optimizer = numuon_cosine(model, lr=lr, weight_decay=weight_decay, total_steps=total_steps)
-
-    def die(*_):
-        CUT[0] -= 1
-        if CUT[0] == 0:
-            raise KeyboardInterrupt
-
-    optimizer.register_step_post_hook(die)
-    return optimizer
 
 
 def test_smoke_run_has_every_claim_figure_and_competitor(tmp_path):
@@ -78,26 +43,8 @@ def test_smoke_run_has_every_claim_figure_and_competitor(tmp_path):
     assert next(p for p in update if p["part"] == "update")["verdict"] == "holds"  # exact at any size
 
 
-def trained(folder: Path, make: str) -> tuple[dict, list, dict]:
-    with seeded(SMALL["seed"]):
-        context = StageContext(folder, seed=SMALL["seed"])
-        value = pretrain(context, make=make, **SMALL)
-    weights = load(str(folder / "model"), dtype="float32").model.state_dict()
-    return value, context.snapshot(), weights
-
-
 def test_training_that_was_killed_goes_on_as_if_uncut(tmp_path):
-    whole, curve, weights = trained(tmp_path / "whole", OPTIMIZERS[METHOD])
-    CUT[0] = 6
-    with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "cut", f"{__name__}:cut")
-    assert CUT[0] == 0 and not (tmp_path / "cut" / "model").exists()
-    CUT[0] = 1_000
-    again, curve_again, weights_again = trained(tmp_path / "cut", f"{__name__}:cut")
-    assert CUT[0] > 1_000 - SMALL["steps"]  # it did go on, and didn't begin anew
-    assert {**again, "seconds": 0} == {**whole, "seconds": 0}
-    assert curve_again == curve and len(curve) == 4 * SMALL["points"]
-    assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
+    killed_and_uncut(tmp_path, OPTIMIZERS[METHOD], after=6, summed_decay=2.0, watch=WATCH)
 
 
 def test_the_summed_decay_is_what_was_asked_for(tmp_path, monkeypatch):
@@ -110,9 +57,9 @@ def test_the_summed_decay_is_what_was_asked_for(tmp_path, monkeypatch):
         return optimizer
 
     monkeypatch.setitem(globals(), "watched", watched)
-    value, _, _ = trained(tmp_path, f"{__name__}:watched")
-    assert sum(spent) == pytest.approx(SMALL["summed_decay"]) and len(spent) == SMALL["steps"]
-    assert value["tokens"] == SMALL["steps"] * SMALL["batch"] * SMALL["length"] * SMALL["accumulate"]
+    value, _, _ = trained(tmp_path, f"{__name__}:watched", summed_decay=2.0)
+    assert sum(spent) == pytest.approx(2.0) and len(spent) == TINY["steps"]
+    assert value["tokens"] == TINY["steps"] * TINY["batch"] * TINY["length"] * TINY["accumulate"]
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (3, 9), (5, 5)])
