@@ -595,7 +595,8 @@ def test_what_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "bs: 6 x 2 out, 4 x 2 in, terms=3, weight" in repr(wrap(linear_of(12, 8)))
     with caplog.at_level(logging.INFO, "gnomon"):
         llama()
-    assert "POET: 21 layers, 2352 numbers of rotations around" in caplog.text
+    # Sides of 1, 2 or 3 blocks of 28: q, o 112, k, v 84, the three of the MLP 140, in each of three layers.
+    assert "POET: 21 layers, 2436 numbers of rotations around" in caplog.text
 
 
 def test_conv1d_is_told_from_linear() -> None:

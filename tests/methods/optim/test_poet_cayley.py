@@ -204,7 +204,7 @@ SIDES = [((3, 2), (2, 2)), ((1, 3), (1, 2)), ((2, 3), (1, 4))]
 
 
 @pytest.mark.parametrize(("out", "inner"), SIDES)
-@pytest.mark.parametrize("terms", [2, 3, "exact"])
+@pytest.mark.parametrize("terms", [3, "exact"])
 def test_gradcheck_of_a_small_layer(out: tuple[int, int], inner: tuple[int, int], terms: int | str) -> None:
     """Invariant 6: forward and all gradients, the hand-written backward included."""
     x, w = randn(2, 3, 4).requires_grad_(), randn(6, 4, seed=1)
