@@ -122,8 +122,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         for p in self._params.values():
             p.requires_grad_(False)
         object.__setattr__(model, MARK, True)
-        self._watch = _runner(model).register_forward_pre_hook(self._before_forward)
         self._activated = False
+        self._watch = _runner(model).register_forward_pre_hook(self._watching(_runner(model)))
         if world_size() == 1:
             self._activate()
 
@@ -134,8 +134,12 @@ class BlockOptimizer(torch.optim.Optimizer):
         return self.partition.blocks
 
     def active_block(self) -> Block:
-        """The block whose turn it is."""
-        return self.blocks[self.turns.active[0]]
+        """The block whose turn it is (of several the first)."""
+        return self.active_blocks()[0]
+
+    def active_blocks(self) -> tuple[Block, ...]:
+        """All blocks whose turn it is: one, unless a subclass takes several."""
+        return tuple(self.blocks[i] for i in self.turns.active)
 
     def expanded(self) -> list[str]:
         """J: names of the parameters outside the active block that the next backward pass may update."""
@@ -412,9 +416,16 @@ class BlockOptimizer(torch.optim.Optimizer):
         if self.on_the_fly is not None:
             self.on_the_fly.detach()
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
+    def _watching(self, runner: nn.Module) -> Callable[..., None]:
+        """A function and no method: a deep copy of the model would copy the optimizer along with a method."""
+
+        def watch(module: nn.Module, _: Any) -> None:
+            if module is runner and torch.is_grad_enabled():
+                self._before_forward()
+
+        return watch
+
+    def _before_forward(self) -> None:
         if not self._activated:
             copy_from_first([*self.model.parameters(), *self.model.buffers()])
             self.turns.load_state_dict(from_first(self.turns.state_dict()))

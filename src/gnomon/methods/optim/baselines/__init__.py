@@ -1,0 +1,1 @@
+"""Rivals of this family's optimizers that no usable library has."""
