@@ -186,7 +186,8 @@ def train(
         model: a Transformers causal LM, or anything that `loss_fn` understands; put in training mode.
         batches: source of batches; under a launcher each holds the rows of all ranks.
         optimizer: its groups' rates are multiplied by the schedule, and are as before when this returns. One with
-            `updates_in_backward` (LOMO) leaves no gradients: there is nothing to clip, and the norm is 0.
+            `updates_in_backward` (LOMO) leaves no gradients: there is nothing to clip, and the norm is 0. One with
+            `averages_gradients` (BREAD) sees to ranks itself.
         resume: owner of checkpoints and records (a stage's `ctx`).
         on_step: called after every step, on every rank.
         loss_fn: `loss_fn(model, batch)` gives a mean loss; the parts of a step then count equally. By default
@@ -201,8 +202,8 @@ def train(
     accelerator = _accelerator()
     world = 1 if accelerator is None else accelerator.num_processes
     rank = 0 if accelerator is None else accelerator.process_index
-    early = bool(getattr(optimizer, "updates_in_backward", False))  # such an optimizer averages over ranks itself
-    runner = model if accelerator is None else accelerator.prepare_model(model, evaluation_mode=early)
+    own = getattr(optimizer, "averages_gradients", False)  # then the model is moved to its device, and not wrapped
+    runner = model if accelerator is None else accelerator.prepare_model(model, evaluation_mode=own)
     found = [float(group["lr"]) for group in optimizer.param_groups]
     peaks = found if config.lr is None else _scaled(found, config.lr)
     settings = {**asdict(config), "peaks": peaks}

@@ -49,6 +49,8 @@ class LOMO(torch.optim.Optimizer):
 
     updates_in_backward = True
     """For training loops: no gradient is left to look at."""
+    averages_gradients = True
+    """For training loops: over the ranks, so that the model is left unwrapped."""
 
     def __init__(
         self,
@@ -62,8 +64,6 @@ class LOMO(torch.optim.Optimizer):
     ) -> None:
         if not 0 <= lr < math.inf:
             raise UsageError(f"lr={lr} must be finite and not negative.")
-        if batches < 1:
-            raise UsageError(f"batches={batches} must be at least 1.")
         if isinstance(params, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise UsageError(
                 f"The model is wrapped in {type(params).__name__}, which reduces gradients after they were used here. "
@@ -71,8 +71,8 @@ class LOMO(torch.optim.Optimizer):
             )
         if isinstance(params, nn.Module):
             params = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
-        self.on_the_fly = OnTheFly(SGDExpansion(lr_scale=1.0, sign=sign, rounding=rounding, seed=seed))
-        self.on_the_fly.batches = batches
+        rule = SGDExpansion(lr_scale=1.0, sign=sign, rounding=rounding, seed=seed, batches=batches)
+        self.on_the_fly = OnTheFly(rule)
         super().__init__(params, {"lr": lr})
         self._attach()
 

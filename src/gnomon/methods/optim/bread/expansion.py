@@ -76,10 +76,14 @@ class SGDExpansion:
     """Update norms and biases too, which the paper's matrices are not."""
     seed: int = 0
     """Of stochastic rounding."""
+    batches: int = 1
+    """Batches of one step, by which a step of signs is divided (losses are by whoever trains)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.lr_scale < math.inf:
             raise UsageError(f"lr_scale={self.lr_scale} must be finite and not negative; 0 changes nothing.")
+        if self.batches < 1:
+            raise UsageError(f"batches={self.batches} must be at least 1.")
         if self.rounding not in ROUNDINGS:
             raise unknown("rounding", self.rounding, ROUNDINGS)
 

@@ -126,7 +126,8 @@ def measure_peak(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator
                 handles.append(p.register_hook(see))  # type: ignore[no-untyped-call]
 
     def after(*_: Any) -> None:
-        found.state = max(found.state, state_bytes(optimizer))
+        # What a turn's last step held is gone by the time a hook can look.
+        found.state = max(found.state, state_bytes(optimizer), getattr(optimizer, "dropped_bytes", 0))
 
     cuda = next((p.device for p in params if p.device.type == "cuda"), None)
     if cuda is not None:

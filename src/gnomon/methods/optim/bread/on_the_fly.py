@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from gnomon.core.errors import NumericalFailure, UsageError
 
 from .expansion import SGDExpansion, sgd_update_
-from .ranks import average_, world_size
+from .ranks import average_
 
 
 class OnTheFly:
@@ -24,8 +24,8 @@ class OnTheFly:
 
     def __init__(self, rule: SGDExpansion) -> None:
         self.rule = rule
-        self.batches = 1
-        """Batches whose losses make up one step. Scaled losses need no further scaling, but signs do."""
+        self.batches = rule.batches
+        """A trainer's callback may know better than the rule."""
         self.draws = 0
         self._handles: list[RemovableHandle] = []
         self._broken: list[tuple[str, Tensor]] = []
@@ -86,8 +86,7 @@ class OnTheFly:
                 return
             if grad.is_sparse:
                 raise UsageError(sparse(name))
-            if world_size() > 1:
-                average_(grad)
+            average_(grad)
             # The update is masked, because looking at the flag here would wait for the device once a matrix.
             broken = ~torch.isfinite(grad).all()
             grad.masked_fill_(broken, 0)

@@ -17,8 +17,9 @@ from gnomon.core.layers import decoder_stack, unwrap
 from .blocks import Block, Kind, Order, Turns, make_blocks
 from .expansion import Adapters, Expansion, LoRAExpansion, SGDExpansion, linears_of, pick_targets
 from .inner import MasteredOptimizer, require_base
+from .memory import state_bytes
 from .on_the_fly import OnTheFly, sparse
-from .ranks import average_, copy_from_first, from_first, world_size
+from .ranks import average_, copy_from_first, from_first, launched, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,9 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     Batches of one step: accumulate gradients with losses divided by their number, as trainers do.
 
-    Several processes: leave the model unwrapped, gradients are averaged here; under Accelerate nothing needs to be
-    said, because before the first forward pass all is frozen and Accelerate doesn't wrap such a model.
+    Several processes: leave the model unwrapped, gradients are averaged here (`gnomon.core.train` knows). Under a
+    launcher all is frozen until the first forward pass, because Accelerate, and so the Trainer, leaves a model on
+    a GPU unwrapped if nothing in it is trainable; on CPUs it wraps even that.
 
     Args:
         model: a Transformers decoder, or any module if `blocks` lists names.
@@ -60,6 +62,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         UsageError: an option out of range, a contradiction, a name that matches nothing, a model that is wrapped,
             sharded, in float16 or already has such an optimizer.
     """
+
+    averages_gradients = True
+    """For training loops: over the ranks, so that the model is left unwrapped."""
 
     def __init__(
         self,
@@ -97,6 +102,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         self.model, self.base, self.switch_every = model, base, switch_every
         self.expansion, self.scope = expansion, scope or "all"
         self.master_dtype, self.step_in_block = master_dtype, 0
+        self.dropped_bytes = 0
+        """Of the whole state when the last turn ended, just before the block's was dropped."""
         self._params: dict[str, Tensor] = dict(model.named_parameters())
         self._found = {name: p.requires_grad for name, p in self._params.items()}
         linears: dict[str, nn.Module] = {}
@@ -124,7 +131,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         object.__setattr__(model, MARK, True)
         self._activated = False
         self._watch = _runner(model).register_forward_pre_hook(self._watching(_runner(model)))
-        if world_size() == 1:
+        if not launched():
             self._activate()
 
     # ------------------------------------------------------------------------------------------ asking
@@ -211,6 +218,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._publish()
         self.step_in_block += 1
         if self.step_in_block == self.switch_every:
+            self.dropped_bytes = state_bytes(self)
             self._switch()
         return loss
 
@@ -403,7 +411,7 @@ class BlockOptimizer(torch.optim.Optimizer):
                     p.grad = None
         if self.on_the_fly is not None:
             self.on_the_fly.attach([(name, p, self._group_of[p]) for name, p in stray])
-        if world_size() > 1:
+        if launched():
             for p in trained:
                 self._handles.append(p.register_post_accumulate_grad_hook(_average))  # type: ignore[no-untyped-call]
         self._activated = True
@@ -432,8 +440,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             self._activate()
         if self.step_in_block == 0:
             _check_reentrant(self.model)
-        if world_size() > 1:
-            _check_unwrapped(self.model)
+        _check_unwrapped(self.model)
         if self.on_the_fly is not None:
             _check_autocast(next(iter(self._params.values())).device.type)
 
