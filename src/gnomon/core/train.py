@@ -202,7 +202,9 @@ def train(
     accelerator = _accelerator()
     world = 1 if accelerator is None else accelerator.num_processes
     rank = 0 if accelerator is None else accelerator.process_index
-    own = getattr(optimizer, "averages_gradients", False)  # then the model is moved to its device, and not wrapped
+    own = getattr(
+        optimizer, "averages_gradients", False
+    )  # then the model is moved to its device, and not wrapped
     runner = model if accelerator is None else accelerator.prepare_model(model, evaluation_mode=own)
     found = [float(group["lr"]) for group in optimizer.param_groups]
     peaks = found if config.lr is None else _scaled(found, config.lr)

@@ -235,9 +235,9 @@ def in_a_plain_loop(
                 if layer == active:
                     first, second = m.get(name, (torch.zeros_like(p), torch.zeros_like(p)))
                     m[name] = first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g * g
-                    p -= lr * (first / (1 - 0.9**k)) / ((second / (1 - 0.999**k)).sqrt() + 1e-8)
+                    p.sub_(lr * (first / (1 - 0.9**k)) / ((second / (1 - 0.999**k)).sqrt() + 1e-8))
                 elif p.ndim > 1 and (scope == "all" or layer > active):
-                    p -= beta * (g.sign() if sign else g)
+                    p.sub_(beta * (g.sign() if sign else g))
 
 
 @pytest.mark.parametrize("scope", ["all", "partial"])
@@ -252,16 +252,14 @@ def test_hooks_equal_all_gradients_first(scope: Any, sign: bool, checkpointing: 
     begin = weights(ours)
     beta = 1e-3 if sign else 0.1
     expansion = SGDExpansion(lr_scale=beta / 3e-3, sign=sign)
-    optimizer = BlockOptimizer(
-        ours, lr=3e-3, switch_every=2, order="fixed", expansion=expansion, scope=scope
-    )
+    optimizer = BlockOptimizer(ours, lr=3e-3, switch_every=2, order="fixed", expansion=expansion, scope=scope)
     walk(ours, optimizer, 6)
-    in_a_plain_loop(
-        theirs, [0, 1, 2], lr=3e-3, beta=beta, steps=6, every=2, scope=scope, sign=sign
-    )
+    in_a_plain_loop(theirs, [0, 1, 2], lr=3e-3, beta=beta, steps=6, every=2, scope=scope, sign=sign)
     for name, p in weights(theirs).items():
         torch.testing.assert_close(weights(ours)[name], p, rtol=1e-12, atol=1e-12)
-    assert not torch.equal(weights(ours)["model.layers.2.mlp.up_proj.weight"], begin["model.layers.2.mlp.up_proj.weight"])
+    assert not torch.equal(
+        weights(ours)["model.layers.2.mlp.up_proj.weight"], begin["model.layers.2.mlp.up_proj.weight"]
+    )
     # One step with the last layer active: nothing before it moves in "partial", everything in "all".
     ours, optimizer = llama(torch.float64), None
     optimizer = BlockOptimizer(
@@ -299,9 +297,7 @@ def test_one_inactive_gradient_lives_at_a_time() -> None:
 def test_lora_starts_as_the_same_function_and_moves_u_first() -> None:
     """Invariant 3: U = 0, so V's gradient is 0 and Adam leaves it; adapters of the active block rest."""
     model, plain = llama(), llama()
-    optimizer = BlockOptimizer(
-        model, lr=1e-2, switch_every=2, order="fixed", expansion=LoRAExpansion(rank=3)
-    )
+    optimizer = BlockOptimizer(model, lr=1e-2, switch_every=2, order="fixed", expansion=LoRAExpansion(rank=3))
     assert torch.equal(model(TOKENS[0]).logits, plain(TOKENS[0]).logits)
     begin = weights(model)
     walk(model, optimizer, 1)
@@ -334,7 +330,10 @@ def test_lora_by_a_plain_loop() -> None:
     u = [optimizer.adapters.pair(f"layers.{i}")[0].detach().clone() for i in range(4)]
     v = [optimizer.adapters.pair(f"layers.{i}")[1].detach().clone() for i in range(4)]
     leaves = [t.requires_grad_() for t in (*w, *b, *u, *v)]
-    kept = [torch.optim.Adam([u[i]], lr=0.16) for i in range(4)], [torch.optim.Adam([v[i]], lr=0.01) for i in range(4)]
+    kept = (
+        [torch.optim.Adam([u[i]], lr=0.16) for i in range(4)],
+        [torch.optim.Adam([v[i]], lr=0.01) for i in range(4)],
+    )
     own: Any = None
     for t in range(8):
         active = t // 2
@@ -396,7 +395,10 @@ def test_every_method_learns(name: str) -> None:
     model = llama()
     x = TOKENS[0]
     optimizer = BlockOptimizer(
-        model, lr=1e-2, switch_every=5, expansion=preset(name, rank=4, lr_scale=0.05 if "sign" in name else 5.0)
+        model,
+        lr=1e-2,
+        switch_every=5,
+        expansion=preset(name, rank=4, lr_scale=0.05 if "sign" in name else 5.0),
     )
     begin = model(x, labels=x).loss.item()
     losses = [walk_one(model, optimizer, x) for _ in range(20)]
@@ -500,7 +502,9 @@ def test_the_example_of_the_docstring() -> None:
 
 
 KINDS: dict[str, Callable[[], Any]] = {
-    "sublayer": lambda: BlockOptimizer(llama(), lr=1e-2, blocks="sublayer", switch_every=1, expansion=SGDExpansion()),
+    "sublayer": lambda: BlockOptimizer(
+        llama(), lr=1e-2, blocks="sublayer", switch_every=1, expansion=SGDExpansion()
+    ),
     "matrix": lambda: BlockOptimizer(
         llama(), lr=1e-2, blocks="matrix", switch_every=1, include_embeddings=True, include_head=True
     ),

@@ -25,13 +25,13 @@ from gnomon.methods.optim.bread import (
     backward_work,
     estimate_memory,
     frozen_optimum,
+    landscape,
     make_blocks,
     measure_peak,
     preset,
     rank_one_expansion,
     state_bytes,
 )
-from gnomon.methods.optim.bread import landscape
 
 torch.set_num_threads(1)
 
@@ -60,14 +60,18 @@ def test_blocks_of_every_family(family: str, kind: Any) -> None:
     depths = [block.depth for block in partition.blocks]
     assert depths == sorted(depths)
     whole = make_blocks(model, kind, include_embeddings=True, include_head=True)
-    assert sorted(n for b in whole.blocks for n in b.parameters) == sorted(n for n, _ in model.named_parameters())
+    assert sorted(n for b in whole.blocks for n in b.parameters) == sorted(
+        n for n, _ in model.named_parameters()
+    )
     assert (whole.blocks[0].name, whole.blocks[0].depth) == ("embeddings", -1)
     assert (whole.blocks[-1].name, whole.blocks[-1].depth) == ("head", 3)
     if kind == "sublayer":
         first, second = partition.blocks[:2]
         assert second.depth - first.depth == (0 if family in PARALLEL else 0.5)
         assert all("attn" in n or "attention" in n or "norm" in n or "ln" in n for n in first.parameters)
-        assert not any(f".{part}." in n for n in second.parameters for part in ("attn", "self_attn", "attention"))
+        assert not any(
+            f".{part}." in n for n in second.parameters for part in ("attn", "self_attn", "attention")
+        )
     if kind == "matrix":
         sizes = {n: p.ndim for n, p in model.named_parameters()}
         assert all(sum(sizes[n] > 1 for n in block.parameters) == 1 for block in partition.blocks)
@@ -107,7 +111,9 @@ def test_partial_goes_by_layer() -> None:
     optimizer.turns.position = 11
     assert optimizer.expanded() == []
     optimizer.close()
-    halves = BlockOptimizer(model, blocks="sublayer", order="fixed", expansion=SGDExpansion(), scope="partial")
+    halves = BlockOptimizer(
+        model, blocks="sublayer", order="fixed", expansion=SGDExpansion(), scope="partial"
+    )
     halves.turns.position = 20  # attention of layer 10: its MLP comes later in the forward pass
     assert {".".join(n.split(".")[2:4]) for n in halves.expanded()} == {"10.mlp", "11.self_attn", "11.mlp"}
 
@@ -146,7 +152,9 @@ def test_orders_are_fair_and_follow_the_seed() -> None:
         counts[tuple(Turns([0, 1, 2], "random", torch.Generator().manual_seed(seed)).queue)] += 1
     # Six orders, 1,200 draws: 200 each, standard deviation 12.9; interval at 1e-4 over six.
     assert all(abs(count - 200) < 55 for count in counts.values())
-    twice = [BlockOptimizer(llama(), generator=torch.Generator().manual_seed(5)).turns.queue for _ in range(2)]
+    twice = [
+        BlockOptimizer(llama(), generator=torch.Generator().manual_seed(5)).turns.queue for _ in range(2)
+    ]
     assert twice[0] == twice[1]
     # An expansion's random start doesn't change the order, so that runs can be paired.
     other = BlockOptimizer(llama(), generator=torch.Generator().manual_seed(5), expansion=LoRAExpansion())
@@ -184,7 +192,9 @@ def test_memory_of_llama(
     assert badam["total"] == 2 * numbers + 16 * layer
     assert badam["total"] / 1e9 == pytest.approx(gigabytes, abs=0.05 if size == "70B" else 0.005)
     assert (lora["total"] - badam["total"]) / 1e9 == pytest.approx(adapters, abs=0.005)
-    assert (sgd["total"] - badam["total"]) / 1e9 == pytest.approx(matrix, abs=0.0005 if size == "8B" else 0.005)
+    assert (sgd["total"] - badam["total"]) / 1e9 == pytest.approx(
+        matrix, abs=0.0005 if size == "8B" else 0.005
+    )
     if size == "8B":
         assert lora["total"] - badam["total"] == 16 * 20_971_520
         assert estimate_memory(config, "lora", rank=80)["moments"] == 0
@@ -212,7 +222,9 @@ def test_memory_of_the_theory_model() -> None:
     d, m, r = 32, 4096, 4
     with torch.device("meta"):
         model = Square(d, m)
-    badam, lora, sgd = (estimate_memory(model, n, rank=r)["total"] for n in ("badam", "bread-lora", "bread-sgd"))
+    badam, lora, sgd = (
+        estimate_memory(model, n, rank=r)["total"] for n in ("badam", "bread-lora", "bread-sgd")
+    )
     assert badam == 2 * d * m**2 + 16 * m**2
     assert (lora - badam, sgd - badam) == (32 * d * m * r, 2 * m**2)
     assert ((lora - badam) / badam, (sgd - badam) / badam) == (0.0125, 0.025)
@@ -220,7 +232,9 @@ def test_memory_of_the_theory_model() -> None:
 
 
 MEASURED = [("layer", method) for method in bread.PRESETS]
-MEASURED += [(kind, method) for kind in ("sublayer", "matrix") for method in ("badam", "bread-lora", "bread-sgd")]
+MEASURED += [
+    (kind, method) for kind in ("sublayer", "matrix") for method in ("badam", "bread-lora", "bread-sgd")
+]
 
 
 @pytest.mark.parametrize(("kind", "method"), MEASURED)
@@ -273,7 +287,9 @@ def test_idle_work_of_plain_block_descent(family: str) -> None:
     for i, one in enumerate(work):
         deeper = (2 - i) * 2 * rows * layer
         assert one.idle == deeper and one.weight_gradients == 2 * rows * layer
-        assert one.input_gradients == deeper + 2 * rows * layer  # the first norm is trained, so it needs them too
+        assert (
+            one.input_gradients == deeper + 2 * rows * layer
+        )  # the first norm is trained, so it needs them too
     assert [one.idle_share for one in work] == [2 / 3, 1 / 2, 0]
     assert str(optimizer.turns.state_dict()) == str(turns)
     assert all(torch.equal(value, begin[name]) for name, value in model.state_dict().items())
@@ -307,7 +323,9 @@ def test_the_counter_is_torchs_counter() -> None:
 def test_one_backward_pass_a_step() -> None:
     """Claim bread.1: the expansion's gradients come from the same pass, which visits each layer once."""
     model = tiny_family("llama")
-    optimizer = BlockOptimizer(model, lr=1e-3, order="fixed", switch_every=1, expansion=SGDExpansion(lr_scale=0.1))
+    optimizer = BlockOptimizer(
+        model, lr=1e-3, order="fixed", switch_every=1, expansion=SGDExpansion(lr_scale=0.1)
+    )
     passes = []
     head = model.lm_head
     handle = head.register_full_backward_hook(lambda *_: passes.append(1))

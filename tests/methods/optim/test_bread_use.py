@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +44,11 @@ def llama(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def optimizer_of(model: Any, name: str = "bread-lora", **options: Any) -> BlockOptimizer:
-    given = {"lr": 3e-3, "switch_every": 3, "expansion": preset(name, rank=2, lr_scale=0.1 if "sign" in name else 5.0)}
+    given = {
+        "lr": 3e-3,
+        "switch_every": 3,
+        "expansion": preset(name, rank=2, lr_scale=0.1 if "sign" in name else 5.0),
+    }
     return BlockOptimizer(model, **(given | options))
 
 
@@ -78,7 +83,10 @@ def through_a_file(state: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resuming_in_the_middle_of_a_block(name: str, dtype: torch.dtype) -> None:
     """After 5 of 11 steps at K = 3: bit for bit, over two more switches and a new epoch, with an active head."""
-    options: dict[str, Any] = {"always_active": ["model.norm"], "scope": None if name == "badam" else "partial"}
+    options: dict[str, Any] = {
+        "always_active": ["model.norm"],
+        "scope": None if name == "badam" else "partial",
+    }
     straight = llama(dtype)
     optimizer = optimizer_of(straight, name, **options)
     losses = [one_step(straight, optimizer, t) for t in range(11)]
@@ -144,7 +152,9 @@ def test_a_killed_run_of_the_training_loop_goes_on(tmp_path: Path, name: str) ->
     found = train(resumed, Batches(), optimizer, config, resume=Owner(tmp_path))
     assert found.losses == expected
     assert same(weights(resumed), weights(model))
-    assert optimizer.active_block().name == optimizer.blocks[optimizer.turns.queue[0]].name  # of the second epoch
+    assert (
+        optimizer.active_block().name == optimizer.blocks[optimizer.turns.queue[0]].name
+    )  # of the second epoch
 
 
 def test_a_saved_state_of_something_else() -> None:
@@ -175,7 +185,9 @@ def test_a_state_in_another_dtype_is_refused() -> None:
     model = llama(torch.bfloat16)
     optimizer = optimizer_of(model, "badam")
     one_step(model, optimizer, 0)
-    with pytest.raises(UsageError, match=r"a wide copy of a parameter that is torch.float32 here.* another dtype"):
+    with pytest.raises(
+        UsageError, match=r"a wide copy of a parameter that is torch.float32 here.* another dtype"
+    ):
         optimizer_of(llama(), "badam").load_state_dict(optimizer.state_dict())
 
 
@@ -271,10 +283,14 @@ def test_the_backward_pass_stops_at_the_active_block() -> None:
             model.train()
         optimizer = optimizer_of(model, "badam", order="descending")
         seen: list[bool] = []
-        handle = model.model.layers[2].register_forward_pre_hook(lambda _, args: seen.append(args[0].requires_grad))
+        handle = model.model.layers[2].register_forward_pre_hook(
+            lambda _, args, kept=seen: kept.append(args[0].requires_grad)
+        )
         one_step(model, optimizer, 0)
         handle.remove()
-        assert not any(seen)
+        assert seen and not any(seen)
+        optimizer.close()
+        assert bool(getattr(model, "_require_grads_hooks", None)) == checkpointing  # as it was found
 
 
 def test_closures_autocast_and_clipping() -> None:
@@ -288,7 +304,7 @@ def test_closures_autocast_and_clipping() -> None:
             loss: Tensor = model(x, labels=x).loss
         loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        assert 0 < float(norm)
+        assert float(norm) > 0
         return loss
 
     begin = weights(model)
@@ -308,18 +324,18 @@ def test_a_copied_model_is_its_own() -> None:
 
 
 def test_a_folder_from_a_closed_model(tmp_path: Path) -> None:
-    """The example a user would write, for every method, in bfloat16: save_pretrained and back, equal logits."""
+    """The example a user would write, for every method: save_pretrained and back, equal logits."""
     from transformers import AutoModelForCausalLM
 
     for name in bread.PRESETS:
-        model = llama(torch.bfloat16)
+        model = llama()
         begin = weights(model)
         optimizer = BlockOptimizer(model, lr=3e-3, switch_every=5, expansion=preset(name, rank=4))
         for t in range(10):
             one_step(model, optimizer, t)
         optimizer.close()
         model.save_pretrained(tmp_path / name)
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert torch.equal(again(TOKENS[0]).logits, model(TOKENS[0]).logits)
         assert not same(weights(model), begin) and set(weights(again)) == set(begin)
         optimizer.close()  # twice is once
@@ -333,8 +349,7 @@ def test_importing_loads_torch_but_not_transformers() -> None:
     assert done.stdout.split() == ["True", "False"]
 
 
-@pytest.mark.parametrize("name", ["bread-lora", "bread-signsgd"])
-def test_the_hugging_face_trainer(tmp_path: Path, name: str) -> None:
+def test_the_hugging_face_trainer(tmp_path: Path, name: str = "bread-lora") -> None:
     """Optimizer argument, scheduler, accumulation, checkpointing, and a resume in the middle of a block."""
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
@@ -374,18 +389,17 @@ def test_the_hugging_face_trainer(tmp_path: Path, name: str) -> None:
     assert same(weights(straight), weights(resumed))
     assert not any("bread" in key for key in straight.state_dict())  # closed by the callback
     assert (optimizer.turns.position, optimizer.step_in_block) == (1, 2)
-    if optimizer.on_the_fly is not None:
-        assert optimizer.on_the_fly.batches == 2
+    signs = optimizer_of(straight, "bread-signsgd")
+    BlockCallback(signs).on_train_begin(SimpleNamespace(gradient_accumulation_steps=2), None, None)
+    assert signs.on_the_fly is not None and signs.on_the_fly.batches == 2
 
 
-def test_two_ranks_follow_one_process(tmp_path: Path) -> None:
-    """Gnomon's loop over two gloo processes, which begin with other weights and another order each."""
-    pytest.importorskip("accelerate")
+def run_ranks(script: Path, folder: Path) -> tuple[Any, Any, Any]:
+    """What one process wrote, and both of two gloo processes."""
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *launch, str(SCRIPT), str(tmp_path)]
     done = subprocess.run(
-        command,
+        [sys.executable, *launch, str(script), str(folder)],
         env=env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -393,16 +407,30 @@ def test_two_ranks_follow_one_process(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    runpy.run_path(str(SCRIPT))["main"](tmp_path)
-    alone, first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "0", "1"))
+    runpy.run_path(str(script))["main"](folder)
+    alone, first, second = (torch.load(folder / f"{name}.pt") for name in ("alone", "0", "1"))
     for method, expected in alone.items():
-        assert same(first[method]["weights"], second[method]["weights"])
+        assert same(first[method], second[method])
         # Sums in another order; Adam's first steps divide small gradients by their size.
-        torch.testing.assert_close(first[method]["weights"], expected["weights"], rtol=1e-4, atol=1e-5)
-        assert first[method]["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        torch.testing.assert_close(first[method], expected, rtol=1e-4, atol=1e-5)
+    return alone, first, second
+
+
+def test_two_ranks_follow_one_process(tmp_path: Path) -> None:
+    """Ranks begin with other weights and another order each."""
+    _, first, _ = run_ranks(SCRIPT, tmp_path)
     assert first["state's world"] == 2
-    for said, part in zip(first["refusals"], ("bare one", "Leave it unwrapped", "runs inside Dist"), strict=True):
+    for said, part in zip(
+        first["refusals"], ("bare one", "Leave it unwrapped", "runs inside Dist"), strict=True
+    ):
         assert part in said
+
+
+@pytest.mark.slow
+def test_two_ranks_of_the_training_loop(tmp_path: Path) -> None:
+    """gnomon.core.train under the launcher, through Accelerate, which must not wrap the model. Starting takes long."""
+    pytest.importorskip("accelerate")
+    run_ranks(SCRIPT.with_name("bread_train_ranks_script.py"), tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------- bad input
@@ -445,7 +473,7 @@ def test_steps_that_would_do_nothing() -> None:
     net = Fused()
     expanded = BlockOptimizer(net, blocks=[["a"], ["b"]], order="fixed", expansion=LoRAExpansion(rank=1))
     net(torch.ones(2, 3)).sum().backward()
-    with pytest.raises(UsageError, match="None of 1 adapters got a gradient.* Use SGDExpansion"):
+    with pytest.raises(UsageError, match=r"None of 1 adapters got a gradient.* Use SGDExpansion"):
         expanded.step()
     optimizer.close()
     with pytest.raises(UsageError, match="This optimizer was closed"):
@@ -478,11 +506,16 @@ def test_checkpointing_that_gives_no_gradients() -> None:
 
 
 def test_float16() -> None:
-    with pytest.raises(UsageError, match=r"embed_tokens.weight is float16, whose gradients need a loss scale"):
+    with pytest.raises(
+        UsageError, match=r"embed_tokens.weight is float16, whose gradients need a loss scale"
+    ):
         optimizer_of(llama(torch.float16))
     model = llama()
     optimizer = optimizer_of(model, "bread-sgd")
-    with pytest.raises(UsageError, match="under float16 autocast"), torch.autocast("cpu", dtype=torch.float16):
+    with (
+        pytest.raises(UsageError, match="under float16 autocast"),
+        torch.autocast("cpu", dtype=torch.float16),
+    ):
         model(TOKENS[0])
     optimizer.close()
     optimizer_of(model, "bread-lora")
@@ -492,12 +525,24 @@ def test_float16() -> None:
 
 def test_a_refused_model_is_left_as_it_was() -> None:
     model = llama()
-    for options in ({"expansion": LoRAExpansion(targets=("q_prj",))}, {"blocks": [["nowhere"]]}, {"betas": (1, 1)}):
+    for options in (
+        {"expansion": LoRAExpansion(targets=("q_prj",))},
+        {"blocks": [["nowhere"]]},
+        {"betas": (1, 1)},
+    ):
         with pytest.raises(UsageError):
             BlockOptimizer(model, **options)
     assert all(p.requires_grad for p in model.parameters())
     assert not any("bread" in name for name, _ in model.named_parameters())
     BlockOptimizer(model)
+
+
+class Compiled(nn.Module):
+    """What torch.compile wraps a model in, without loading the compiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._orig_mod = llama()
 
 
 def adapted() -> nn.Module:
@@ -523,15 +568,30 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: BlockOptimizer(llama(), lr=-1), "lr=-1 must be finite and not negative"),
     (lambda: BlockOptimizer(llama(), lr=math.nan), "lr=nan must be finite"),
     (lambda: BlockOptimizer(llama(), weight_decay=math.inf), "weight_decay=inf must be finite"),
-    (lambda: BlockOptimizer(llama(), betas=(0.9, 1.0)), r"betas=\(0.9, 1.0\) must be two numbers in \[0, 1\)"),
-    (lambda: BlockOptimizer(llama(), order="rondom"), "Unknown order of blocks 'rondom'. Did you mean 'random'"),  # type: ignore[arg-type]
-    (lambda: BlockOptimizer(llama(), blocks="layers"), "Unknown kind of block 'layers'. Did you mean 'layer'"),  # type: ignore[arg-type]
+    (
+        lambda: BlockOptimizer(llama(), betas=(0.9, 1.0)),
+        r"betas=\(0.9, 1.0\) must be two numbers in \[0, 1\)",
+    ),
+    (
+        lambda: BlockOptimizer(llama(), order="rondom"),
+        "Unknown order of blocks 'rondom'. Did you mean 'random'",
+    ),  # type: ignore[arg-type]
+    (
+        lambda: BlockOptimizer(llama(), blocks="layers"),
+        "Unknown kind of block 'layers'. Did you mean 'layer'",
+    ),  # type: ignore[arg-type]
     (lambda: BlockOptimizer(llama(), blocks=[]), "There is no block to train: blocks is an empty list"),
     (lambda: BlockOptimizer(llama(), blocks=[[L0], []]), "block 1 is empty, so its turn would train nothing"),
-    (lambda: BlockOptimizer(llama(), blocks=[L0]), "block 0 is the text 'model.layers.0', but a list of names"),
+    (
+        lambda: BlockOptimizer(llama(), blocks=[L0]),
+        "block 0 is the text 'model.layers.0', but a list of names",
+    ),
     (lambda: BlockOptimizer(llama(), blocks=[[L0], [L0]]), "would be trained twice"),
     (lambda: BlockOptimizer(llama(), blocks=[["*"], [L0]]), "would be trained twice"),
-    (lambda: BlockOptimizer(llama(), blocks=[["model.layer.0"]]), "'model.layer.0' matches no .* Did you mean 'model.l"),
+    (
+        lambda: BlockOptimizer(llama(), blocks=[["model.layer.0"]]),
+        "'model.layer.0' matches no .* Did you mean 'model.l",
+    ),
     (lambda: BlockOptimizer(llama(), always_active=["score"]), "always_active: 'score' matches no parameter"),
     (lambda: BlockOptimizer(llama(), always_active=[L1]), "lies in 'always_active' and in 'model.layers.1'"),
     (lambda: BlockOptimizer(llama(), blocks=[[L0]], include_head=True), "belong to a granularity such as"),
@@ -541,10 +601,19 @@ BAD: list[tuple[Callable[[], object], str]] = [
         lambda: BlockOptimizer(llama(), weight_decay=0.1, expansion=SGDExpansion(sign=True)),
         "sign=True with weight_decay=0.1",
     ),
-    (lambda: BlockOptimizer(llama(), torch.optim.SGD), "base='SGD' takes no betas, eps. Give a class of Adam's"),
-    (lambda: BlockOptimizer(llama(), expansion=LoRAExpansion(targets=("q_prj",))), "'q_prj' matches no linear .* 'q_proj'"),
-    (lambda: BlockOptimizer(nn.DataParallel(llama())), "wrapped in DataParallel, but blocks and hooks belong to the bare"),
-    (lambda: BlockOptimizer(torch.compile(llama())), "wrapped in OptimizedModule"),  # type: ignore[arg-type]
+    (
+        lambda: BlockOptimizer(llama(), torch.optim.SGD),
+        "base='SGD' takes no betas, eps. Give a class of Adam's",
+    ),
+    (
+        lambda: BlockOptimizer(llama(), expansion=LoRAExpansion(targets=("q_prj",))),
+        "'q_prj' matches no linear .* 'q_proj'",
+    ),
+    (
+        lambda: BlockOptimizer(nn.DataParallel(llama())),
+        "wrapped in DataParallel, but blocks and hooks belong to the bare",
+    ),
+    (lambda: BlockOptimizer(Compiled()), "wrapped in Compiled"),
     (lambda: BlockOptimizer(adapted()), "wrapped in PeftModel"),
     (lambda: BlockOptimizer(adapted().base_model.model), "carries an adapter of another library. Merge"),  # type: ignore[arg-type,union-attr]
     (lambda: BlockOptimizer(taken()), "already has a BlockOptimizer"),
@@ -561,7 +630,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: SGDExpansion(rounding="up"), "Unknown rounding 'up'"),  # type: ignore[arg-type]
     (lambda: SGDExpansion(batches=0), "batches=0 must be at least 1"),
     (lambda: preset("bread"), "Unknown BREAD method 'bread'. Did you mean"),
-    (lambda: estimate_memory(llama(), "adam"), "Unknown method 'adam'. Did you mean 'adamw' or 'badam'"),
+    (lambda: estimate_memory(llama(), "adam"), "Unknown method 'adam'. Did you mean '(badam|adamw)' or"),
     (lambda: estimate_memory(llama(), rank=-1), "rank=-1 must not be negative"),
     (lambda: make_blocks(llama(), always_active="head"), "always_active is the text 'head'"),
     (lambda: bread.NoSuchName, "^module .* has no attribute 'NoSuchName'"),

@@ -45,9 +45,7 @@ class Draws(Turns):
         self.epoch, self.queue = self.epoch + 1, self._draw()
 
     def _draw(self) -> list[int]:
-        drawn = torch.randperm(
-            len(self.depths), generator=self.generator, device=self.generator.device
-        )
+        drawn = torch.randperm(len(self.depths), generator=self.generator, device=self.generator.device)
         return sorted(int(i) for i in drawn[: self.together].tolist())
 
 
@@ -75,12 +73,16 @@ class LISA(BlockOptimizer):
     ) -> None:
         for name in ("blocks", "expansion", "scope", "order", "always_active"):
             if name in options:
-                raise UsageError(f"{name}= is what makes LISA what it is. For another choice use BlockOptimizer.")
+                raise UsageError(
+                    f"{name}= is what makes LISA what it is. For another choice use BlockOptimizer."
+                )
         stack = decoder_stack(model)
         if not 1 <= layers <= len(stack.layers):
             raise UsageError(f"layers={layers} must lie in 1..{len(stack.layers)}, the layers of this model.")
         self.layers = layers
-        outside = [n for n, p in model.named_parameters() if not n.startswith(f"{stack.name}.") and p.requires_grad]
+        outside = [
+            n for n, p in model.named_parameters() if not n.startswith(f"{stack.name}.") and p.requires_grad
+        ]
         super().__init__(model, base, switch_every=switch_every, always_active=outside, **options)
 
     def _make_turns(self, order: str, generator: torch.Generator) -> Turns:

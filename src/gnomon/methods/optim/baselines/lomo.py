@@ -3,7 +3,8 @@
 Method: low-memory optimisation (LOMO), as the BREAD paper uses it: BREAD-SGD on everything, without a block for Adam.
 Here:  the optimizer. There is no state but the count of random draws.
 Not here: LOMO's own clipping and loss scaling, AdaLomo.
-Differs: bfloat16 weights are rounded stochastically by default; to the nearest most updates at a fine-tuning rate vanish.
+Differs: bfloat16 weights are rounded stochastically by default; to the nearest most updates of a fine-tuning rate
+       vanish.
 
 >>> import torch
 >>> layer = torch.nn.Linear(3, 1)
@@ -82,7 +83,8 @@ class LOMO(torch.optim.Optimizer):
             if p.dtype == torch.float16:
                 self.param_groups.pop()
                 raise UsageError(
-                    f"A parameter of shape {tuple(p.shape)} is float16, whose gradients need a loss scale that an update "
+                    f"A parameter of shape {tuple(p.shape)} is float16, whose gradients need a loss scale "
+                    "that an update "
                     "during the backward pass can't see. Use bfloat16 or float32."
                 )
         if hasattr(self, "_attached"):
@@ -126,8 +128,6 @@ class LOMO(torch.optim.Optimizer):
         rows: list[tuple[str, Tensor, dict[str, Any]]] = []
         for group in self.param_groups:
             names = group.get("param_names", [f"of shape {tuple(p.shape)}" for p in group["params"]])
-            rows += [
-                (n, p, group) for n, p in zip(names, group["params"], strict=True) if p.requires_grad
-            ]
+            rows += [(n, p, group) for n, p in zip(names, group["params"], strict=True) if p.requires_grad]
         self.on_the_fly.attach(rows)
         self._attached = True

@@ -117,7 +117,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._block: MasteredOptimizer | None = None
         self._kept: MasteredOptimizer | None = None
         self._handles: list[Any] = []
-        self._closed = self._built = False
+        self._closed = self._built = self._freed = False
         super().__init__(self._groups(hyper), hyper)
         self._built = True
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
@@ -252,6 +252,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             self.adapters.remove()
         for name, p in self._params.items():
             p.requires_grad_(self._found[name])
+        if self._freed:
+            self.model.enable_input_require_grads()  # type: ignore[operator]
         if hasattr(self.model, MARK):
             object.__delattr__(self.model, MARK)
         self._block = self._kept = self.adapters = None
@@ -440,9 +442,23 @@ class BlockOptimizer(torch.optim.Optimizer):
             self._activate()
         if self.step_in_block == 0:
             _check_reentrant(self.model)
+            self._free_inputs()
         _check_unwrapped(self.model)
         if self.on_the_fly is not None:
             _check_autocast(next(iter(self._params.values())).device.type)
+
+    def _free_inputs(self) -> None:
+        """Undo what gradient_checkpointing_enable() does for reentrant checkpointing.
+
+        It makes the embeddings' output require a gradient, so that every backward pass would run to the bottom and
+        block descent's saving be lost. Checkpointing that isn't reentrant has no need of it.
+        """
+        if getattr(self.model, "_require_grads_hooks", None):
+            self.model.disable_input_require_grads()  # type: ignore[operator]
+            self._freed = True
+            logger.info(
+                "Embeddings no longer pass on gradients, so backward passes stop at the active block."
+            )
 
     def _publish(self) -> None:
         """Show the states under their parameters, where tools that read `optimizer.state` look."""
