@@ -1,4 +1,4 @@
-"""Run by `torch.distributed.run` on two ranks, and once without a launcher: `python bread_ranks_script.py FOLDER`."""
+"""Two ranks run it, and one process without a launcher: `python bread_ranks_script.py FOLDER`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -90,8 +90,15 @@ def skeleton(config: Any) -> nn.Module:
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state, each storage counted once; masters count, weights and gradients don't."""
-    tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-    return sum({id(t.untyped_storage()): t.nbytes for t in tensors}.values())
+    return tensor_bytes(
+        t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)
+    )
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of distinct storages, each counted once."""
+    storages = [t.untyped_storage() for t in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 @dataclass

@@ -29,7 +29,8 @@ class OnTheFly:
         self.draws = 0
         self._handles: list[RemovableHandle] = []
         self._broken: list[tuple[str, Tensor]] = []
-        self._changed: list[tuple[int, Tensor]] = []
+        self._changed: Tensor | None = None
+        self._updated = 0
 
     def attach(self, params: Sequence[tuple[str, Tensor, Mapping[str, Any]]]) -> None:
         """Update these from now on, and no others; each comes with its name and group."""
@@ -68,9 +69,9 @@ class OnTheFly:
 
     def changed(self) -> float | None:
         """Share of bfloat16 elements that updates really changed since the last call; None if there were no updates."""
-        counts, self._changed = self._changed, []
-        total = sum(size for size, _ in counts)
-        return sum(float(count) for _, count in counts) / total if total else None
+        count, self._changed = self._changed, None
+        total, self._updated = self._updated, 0
+        return None if count is None else float(count) / total
 
     def state_dict(self) -> dict[str, Any]:
         return {"draws": self.draws}
@@ -104,7 +105,9 @@ class OnTheFly:
                 generator=self._generator(p) if narrow else None,
             )
             if before is not None:
-                self._changed.append((p.numel(), (p != before).sum()))
+                count = (p != before).sum()
+                self._changed = count if self._changed is None else self._changed.to(count.device) + count
+                self._updated += p.numel()
             p.grad = None
 
         return update

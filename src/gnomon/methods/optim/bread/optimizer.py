@@ -17,7 +17,7 @@ from gnomon.core.layers import decoder_stack, unwrap
 from .blocks import Block, Kind, Order, Turns, make_blocks
 from .expansion import Adapters, Expansion, LoRAExpansion, SGDExpansion, linears_of, pick_targets
 from .inner import MasteredOptimizer, require_base
-from .memory import state_bytes
+from .memory import state_bytes, tensor_bytes
 from .on_the_fly import OnTheFly, sparse
 from .ranks import average_, copy_from_first, from_first, launched, world_size
 
@@ -89,7 +89,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         require_base(base)
         hyper = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         _check_options(hyper, switch_every, expansion, scope)
-        _check_model(model, expansion)
+        _check_model(model)
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         self.partition = make_blocks(
             model,
@@ -171,12 +171,12 @@ class BlockOptimizer(torch.optim.Optimizer):
         adapters = [p for group in self.param_groups if group["kind"] in "uv" for p in group["params"]]
         own = {id(p) for p in adapters}
         weights = [p for p in self.model.parameters() if id(p) not in own]
-        report = {"weights": _bytes(weights), "adapters": _bytes(adapters)}
+        report = {"weights": tensor_bytes(weights), "adapters": tensor_bytes(adapters)}
         masters = [state["master"] for state in self.state.values() if "master" in state]
         every = [t for state in self.state.values() for t in state.values() if isinstance(t, Tensor)]
-        report |= {"masters": _bytes(masters), "moments": _bytes(every) - _bytes(masters)}
+        report |= {"masters": tensor_bytes(masters), "moments": tensor_bytes(every) - tensor_bytes(masters)}
         grads = [t.grad for t in [*weights, *adapters, *masters] if t.grad is not None]
-        return report | {"gradients": _bytes(grads)}
+        return report | {"gradients": tensor_bytes(grads)}
 
     # ------------------------------------------------------------------------------------------ training
 
@@ -512,11 +512,6 @@ def _average(p: Tensor) -> None:
         average_(p.grad)
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    """Of distinct storages, each counted once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 def _runner(model: nn.Module) -> nn.Module:
     """Where a forward pass can be seen even if a trainer has replaced the model's own `forward`."""
     try:
@@ -555,7 +550,7 @@ def _check_options(
         )
 
 
-def _check_model(model: nn.Module, expansion: Expansion | None) -> None:
+def _check_model(model: nn.Module) -> None:
     if unwrap(model) is not model:
         raise UsageError(
             f"The model is wrapped in {type(model).__name__}, but blocks and hooks belong to the bare one: "
