@@ -7,6 +7,7 @@ import io
 import math
 import os
 import runpy
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -79,8 +80,10 @@ def through_a_file(state: Any) -> Any:
 # ------------------------------------------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize("name", bread.PRESETS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("badam", torch.float32), *((name, torch.bfloat16) for name in bread.PRESETS if name != "bread-lora")],
+)
 def test_resuming_in_the_middle_of_a_block(name: str, dtype: torch.dtype) -> None:
     """After 5 of 11 steps at K = 3: bit for bit, over two more switches and a new epoch, with an active head."""
     options: dict[str, Any] = {
@@ -394,31 +397,35 @@ def test_the_hugging_face_trainer(tmp_path: Path, name: str = "bread-lora") -> N
     assert signs.on_the_fly is not None and signs.on_the_fly.batches == 2
 
 
-def run_ranks(script: Path, folder: Path) -> tuple[Any, Any, Any]:
-    """What one process wrote, and both of two gloo processes."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [sys.executable, *launch, str(script), str(folder)],
-        env=env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def run_ranks(script: Path, folder: Path) -> Any:
+    """Two gloo processes must agree, and follow one; returns what the first wrote."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder)],
+            env=os.environ | common | {"RANK": rank, "LOCAL_RANK": rank, "CUDA_VISIBLE_DEVICES": ""},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    said = [process.communicate(timeout=240)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said[0][-2000:] + said[1][-2000:]
     runpy.run_path(str(script))["main"](folder)
     alone, first, second = (torch.load(folder / f"{name}.pt") for name in ("alone", "0", "1"))
     for method, expected in alone.items():
         assert same(first[method], second[method])
         # Sums in another order; Adam's first steps divide small gradients by their size.
         torch.testing.assert_close(first[method], expected, rtol=1e-4, atol=1e-5)
-    return alone, first, second
+    return first
 
 
 def test_two_ranks_follow_one_process(tmp_path: Path) -> None:
     """Ranks begin with other weights and another order each."""
-    _, first, _ = run_ranks(SCRIPT, tmp_path)
+    first = run_ranks(SCRIPT, tmp_path)
     assert first["state's world"] == 2
     for said, part in zip(
         first["refusals"], ("bare one", "Leave it unwrapped", "runs inside Dist"), strict=True
@@ -436,9 +443,10 @@ def test_two_ranks_of_the_training_loop(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("name", bread.PRESETS)
-def test_a_gradient_that_is_no_number(bad: float, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "bad"), [("badam", math.inf), ("bread-lora", math.nan), ("bread-sgd", math.nan)]
+)
+def test_a_gradient_that_is_no_number(name: str, bad: float) -> None:
     """Nothing moves where all is bad; state, turn and draws go on as before."""
     model = llama()
     optimizer = optimizer_of(model, name)
