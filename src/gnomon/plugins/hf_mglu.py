@@ -39,12 +39,10 @@ class MGLUFolderConfig(PretrainedConfig):  # type: ignore[misc]
 
 def register_decoder(config: type[PretrainedConfig]) -> None:
     """Make the Auto classes know the MGLU models of one configuration class."""
-    [base] = [kind for kind in config.__mro__[1:] if kind in MODEL_FOR_CAUSAL_LM_MAPPING][:1] or [None]
-    if base is None:
-        return
-    AutoModelForCausalLM.register(config, hf.model_class(MODEL_FOR_CAUSAL_LM_MAPPING[base]), exist_ok=True)
-    if base in MODEL_MAPPING:
-        AutoModel.register(config, hf.model_class(MODEL_MAPPING[base]), exist_ok=True)
+    for auto, mapping in ((AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING), (AutoModel, MODEL_MAPPING)):
+        base = config.__mro__[2]  # after the class itself and what MGLU adds
+        if base in mapping:
+            auto.register(config, hf.model_class(mapping[base]), exist_ok=True)
 
 
 def register() -> None:

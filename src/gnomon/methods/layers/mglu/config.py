@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from gnomon.core.errors import UsageError, unknown
 from gnomon.kernels.mglu.planes import MOST_MASKS
@@ -52,7 +53,7 @@ class MGLUConfig:
             raise UsageError(f"mask_weight_decay={self.mask_weight_decay} must be 0 or more, and finite.")
 
 
-def require_masks(n_masks: int) -> None:
+def require_masks(n_masks: Any) -> None:
     """Refuse a number of masks that makes no sense.
 
     Raises:

@@ -56,7 +56,9 @@ class MGLUConfigMixin:
         stated.pop("frozen", None)
         known = {field.name for field in dataclasses.fields(MGLUConfig)}
         if odd := stated.keys() - known:
-            raise GnomonError(f"config.json states mglu.{min(odd)}, which this version of Gnomon doesn't know.")
+            raise GnomonError(
+                f"config.json states mglu.{min(odd)}, which this version of Gnomon doesn't know."
+            )
         return MGLUConfig(**stated)
 
     @property
@@ -103,7 +105,7 @@ def _base_type(kind: type) -> str:
 
 
 @functools.cache
-def config_class(base: type[PretrainedConfig]) -> type[PretrainedConfig]:
+def config_class(base: Any) -> type[PretrainedConfig]:
     """The configuration class of MGLU models made from this one."""
     return type(
         f"{PREFIX}{base.__name__}",
@@ -114,7 +116,9 @@ def config_class(base: type[PretrainedConfig]) -> type[PretrainedConfig]:
             "__doc__": f"{base.__name__} with the settings of MGLU.",
             "mglu": None,
             "model_type": TYPE,
-            "base_model_tp_plan": {k: v for k, v in (base.base_model_tp_plan or {}).items() if ".mlp." not in k},
+            "base_model_tp_plan": {
+                k: v for k, v in (base.base_model_tp_plan or {}).items() if ".mlp." not in k
+            },
         },
     )
 
@@ -125,7 +129,7 @@ class MGLUModelMixin:
     config: Any
 
     def __init__(self, config: PretrainedConfig, *inputs: Any, **kwargs: Any) -> None:
-        super().__init__(config, *inputs, **kwargs)
+        super().__init__(config, *inputs, **kwargs)  # type: ignore[call-arg]
         if not any(isinstance(module, SwiMGLUMLP) for module in self.modules()):  # type: ignore[attr-defined]
             replace_mlp(self, config.layers_config)  # type: ignore[arg-type]
         if config.frozen_layout is not None:
@@ -168,7 +172,9 @@ class MGLUModelMixin:
             _rename_weights(beside)
             for stale in target.glob(f"{GNOMON_STEM}*.safetensors*"):
                 stale.unlink()
-            for file in sorted(beside.iterdir(), key=lambda path: path.name == CONFIG):  # config.json comes last
+            for file in sorted(
+                beside.iterdir(), key=lambda path: path.name == CONFIG
+            ):  # config.json comes last
                 file.replace(target / file.name)
         fsync_dir(target)
 
@@ -190,7 +196,7 @@ def _rename_weights(folder: Path) -> None:
 
 
 @functools.cache
-def model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def model_class(base: Any) -> type[PreTrainedModel]:
     """The class of MGLU models made from this one."""
     strict = {*(base._keep_in_fp32_modules_strict or ()), "mask_logits"}  # steps near 0 are lost in bfloat16
     return type(

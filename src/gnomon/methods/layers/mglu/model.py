@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from gnomon.core.errors import UsageError, unknown
 from gnomon.core.layers import decoder_stack, sublayers, unwrap
-from gnomon.kernels.mglu.planes import unpack
+from gnomon.kernels.mglu.planes import unpack, width
 
 from .config import MGLUConfig
 from .modules import LAYOUTS, FrozenMGLULinear, MGLULinear, SwiMGLUMLP
@@ -54,7 +53,9 @@ def replace_mlp(
     found = []
     for layer in decoder_stack(model).layers:
         mlp = sublayers(layer).mlp
-        found.append((layer, next(name for name, child in layer.named_children() if child is mlp), _Gated.of(mlp)))
+        found.append(
+            (layer, next(name for name, child in layer.named_children() if child is mlp), _Gated.of(mlp))
+        )
     std = getattr(getattr(root, "config", None), "initializer_range", None)
     for layer, name, old in found:
         weight = old.down.weight
@@ -95,7 +96,9 @@ class _Gated:
             if not all(isinstance(part, nn.Linear) for part in parts):
                 continue
             if any(part.bias is not None for part in parts):  # type: ignore[union-attr]
-                raise UsageError(f"{type(mlp).__name__} has biases, which MGLU doesn't. Build the model without.")
+                raise UsageError(
+                    f"{type(mlp).__name__} has biases, which MGLU doesn't. Build the model without."
+                )
             down: Any = parts[-1]
             return cls(down.out_features, down.in_features, down)
         names = ", ".join(name for name, _ in mlp.named_children()) or "nothing"
@@ -113,7 +116,9 @@ def mglu_layers(model: nn.Module) -> dict[str, SwiMGLUMLP]:
     """
     found = {name: module for name, module in model.named_modules() if isinstance(module, SwiMGLUMLP)}
     if not found:
-        raise UsageError(f"{type(model).__name__} has no MGLU layer. Put them in with replace_mlp(model, config).")
+        raise UsageError(
+            f"{type(model).__name__} has no MGLU layer. Put them in with replace_mlp(model, config)."
+        )
     return found
 
 
@@ -140,9 +145,9 @@ def freeze_masks(model: nn.Module, layout: str = "planes") -> nn.Module:
         packed[name] = FrozenMGLULinear.of(mlp.proj, layout)
     for name, mlp in layers.items():
         mlp.proj = packed[name]
-    root = unwrap(model)
-    if _is_transformers(root) and isinstance(getattr(root.config, "mglu", None), dict):
-        root.config.mglu = {**root.config.mglu, "frozen": layout}  # type: ignore[union-attr]
+    settings: Any = getattr(unwrap(model), "config", None)
+    if isinstance(stated := getattr(settings, "mglu", None), dict):
+        settings.mglu = {**stated, "frozen": layout}
     return model.eval()
 
 
@@ -204,7 +209,9 @@ def param_groups(
     if mask_weight_decay is None:
         stated = {mlp.config.mask_weight_decay for mlp in layers.values()}
         if len(stated) > 1:
-            raise UsageError(f"Layers state the mask_weight_decay {sorted(map(str, stated))}. Pass one for all.")
+            raise UsageError(
+                f"Layers state the mask_weight_decay {sorted(map(str, stated))}. Pass one for all."
+            )
         [own] = stated
         mask_weight_decay = weight_decay if own is None else own
     masks = {id(p) for mlp in layers.values() if (p := _logits(mlp)) is not None}
@@ -231,20 +238,12 @@ def _is_transformers(model: Any) -> bool:
 
 
 def frozen_shells(model: nn.Module, layout: str) -> None:
-    """For loaders: layers of the frozen shapes, to be filled from files.
-
-    Raises:
-        UsageError: an unknown layout.
-    """
-    for _, mlp in _mlps(model):
+    """For loaders: layers of the frozen shapes, to be filled from files."""
+    for mlp in mglu_layers(model).values():
         proj = mlp.proj
         if not isinstance(proj, MGLULinear):
             continue
         n, d, h = proj.n_masks, proj.out_features, proj.in_features
-        shape = (n, d, -(-h // 8)) if layout == "planes" else (d, h)
+        shape = (n, d, width(h)) if layout == "planes" else (d, h)
         blank = torch.zeros(shape, dtype=torch.uint8, device=proj.weight.device)
         mlp.proj = FrozenMGLULinear(proj.weight, blank, n, layout)
-
-
-def _mlps(model: nn.Module) -> Iterator[tuple[str, SwiMGLUMLP]]:
-    yield from mglu_layers(model).items()

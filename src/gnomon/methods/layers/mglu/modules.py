@@ -17,7 +17,7 @@ from gnomon.kernels.mglu import flash_mglu
 from gnomon.kernels.mglu.planes import code_of, pack, planes_of, width
 
 from . import moeg
-from .config import MGLUConfig, require_masks
+from .config import MASKED, MGLUConfig, require_masks
 
 LAYOUTS = ("planes", "code")
 
@@ -59,9 +59,11 @@ class MGLULinear(nn.Module):
         super().__init__()
         require_masks(n_masks)
         if min(in_features, out_features) < 1:
-            raise UsageError(f"A matrix of {out_features} x {in_features} has no weights. Give both at least 1.")
-        if masked not in moeg.MASKED:
-            raise unknown("choice of what is masked", masked, moeg.MASKED)
+            raise UsageError(
+                f"A matrix of {out_features} x {in_features} has no weights. Give both at least 1."
+            )
+        if masked not in MASKED:
+            raise unknown("choice of what is masked", masked, MASKED)
         self.in_features, self.out_features, self.n_masks = in_features, out_features, n_masks
         self.mask_init_std, self.weight_init_std, self.masked = mask_init_std, weight_init_std, masked
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))

@@ -45,7 +45,7 @@ class _StraightThrough(torch.autograd.Function):
         ctx.dtype = inputs[0].dtype
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype), None
 
     @staticmethod
@@ -88,9 +88,11 @@ def gate_value(
     if masked not in MASKED:
         raise unknown("choice of what is masked", masked, MASKED)
 
+    weight_rows = (len(masks), weight.shape[0])
+
     def routes(factors: Tensor) -> Tensor:
         """x times n matrices in one product."""
-        return F.linear(x, (weight * factors).flatten(0, 1)).unflatten(-1, (len(masks), -1))
+        return F.linear(x, (weight * factors).flatten(0, 1)).view(*x.shape[:-1], *weight_rows)
 
     def whole() -> Tensor:
         return F.linear(x, weight).unsqueeze(-2).expand(*x.shape[:-1], len(masks), -1)
