@@ -75,9 +75,7 @@ def test_the_example_of_the_package() -> None:
 
 
 def test_the_users_own_model_trains_saves_and_loads(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
-    )
+    config = LlamaConfig(**SMALL)
     own = LlamaForCausalLM(config)
     untouched = copy.deepcopy(config.to_dict())
     model = replace_mlp(own, MGLUConfig(n_masks=2), generator=rng())
@@ -222,9 +220,6 @@ def test_gnomons_own_loader_and_the_base_model(tmp_path: Path) -> None:
 
 
 def test_from_a_configuration_alone() -> None:
-    base = dict(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
-    )
     config = mglu.MGLULlamaConfig(**SMALL, initializer_range=0.3, mglu={"n_masks": 3, "hidden_act": "gelu"})
     model = mglu.MGLULlamaForCausalLM(config)
     assert [m.config for m in mglu_layers(model).values()] == [MGLUConfig(n_masks=3, hidden_act="gelu")] * 2

@@ -221,12 +221,12 @@ def adopt(model: PreTrainedModel, config: MGLUConfig) -> None:
         return
     old = model.config
     new = copy.deepcopy(old)
-    new.__class__ = config_class(type(old))
+    new.__class__ = config_class(old.__class__)
     new.mglu = {**dataclasses.asdict(config), "frozen": None}
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = new
-    model.__class__ = model_class(type(model))
+    model.__class__ = model_class(model.__class__)
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "mask_logits"}
     _adopt_inner(model)
 
@@ -235,7 +235,7 @@ def _adopt_inner(model: PreTrainedModel) -> None:
     """The headless model inside draws missing weights by its own class."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and not isinstance(module, MGLUModelMixin):
-            module.__class__ = model_class(type(module))
+            module.__class__ = model_class(module.__class__)
 
 
 def of_dict(config_dict: dict[str, Any], **kwargs: Any) -> tuple[Any, str]:
