@@ -42,7 +42,7 @@ def choice(
     return _choice(device, dtype, weight, backend)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _choice(device: str, dtype: torch.dtype, weight: torch.dtype, backend: str) -> Choice:
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
@@ -104,9 +104,7 @@ def flash_mglu(
                 f"with {n_masks} masks takes {(*x.shape[:-1], n_masks)}."
             )
         routes = routes.reshape(len(flat), n_masks)
-    learns = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, weight, routes)
-    )
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, routes))
     if backend == "torch" or (backend == "auto" and (learns or is_transformed())):
         out = reference.mglu(flat, weight, planes, act, routes)
     elif not learns and is_plain(x) and not is_traced():

@@ -63,8 +63,10 @@ def blocked(x: Tensor, weight: Tensor, planes: Tensor, act: str, routes: Tensor 
     factor, out = x.float(), x.new_empty(x.shape[0], rows)
     for first in range(0, rows, height):
         last = min(rows, first + height)
-        block = buffer[:, : last - first] if last - first == buffer.shape[1] else buffer.new_empty(
-            masks + 1, last - first, columns
+        block = (
+            buffer[:, : last - first]
+            if last - first == buffer.shape[1]
+            else buffer.new_empty(masks + 1, last - first, columns)
         )
         native.library().gnomon_mglu_widen(
             torch.get_num_threads(), weight.data_ptr(), rows, columns, weight.stride(0),

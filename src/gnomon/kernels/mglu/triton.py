@@ -1,4 +1,4 @@
-"""MGLU and GLU on a GPU, the faces: shape the tensors, share out the work, launch. Triton is loaded at the first call."""
+"""MGLU and GLU on a GPU, the faces: shape the tensors, share out the work, launch. Loads Triton at the first call."""
 
 from __future__ import annotations
 

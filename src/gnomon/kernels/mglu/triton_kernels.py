@@ -68,7 +68,9 @@ def sums(
                 byte = tl.load(place, mask=inside[:, None] & (group < width)[None, :], other=0).to(tl.int32)
                 bits = bits + (((byte[:, :, None] >> eight[None, None, :]) & 1) != 0,)  # noqa: RUF005
         else:
-            v = tl.load(other + at[:, None, None] * h + column[None, :, :], mask=here, other=0.0).to(tl.float32)
+            v = tl.load(other + at[:, None, None] * h + column[None, :, :], mask=here, other=0.0).to(
+                tl.float32
+            )
         added = ()
         for b in tl.static_range(B):
             xs = tl.load(x + b * h + column, mask=near, other=0.0).to(tl.float32)[None, :, :]
@@ -112,7 +114,9 @@ def finish(
     for k in tl.static_range(1, COUNT):
         part = tl.zeros([BLOCK], tl.float32)
         for s in range(shares):
-            part += tl.load(partial + ((s * B + b) * COUNT + k).to(tl.int64) * d + row, mask=inside, other=0.0)
+            part += tl.load(
+                partial + ((s * B + b) * COUNT + k).to(tl.int64) * d + row, mask=inside, other=0.0
+            )
         if MASKS > 0:
             route = activate(part, ACT) * (whole - part)
             if ROUTED:
