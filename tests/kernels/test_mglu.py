@@ -24,8 +24,8 @@ from gnomon.kernels.mglu.planes import code_of, pack, planes_of, unpack
 
 HERE = Path(__file__).parent
 SHAPES = [(1, 1), (3, 100), (1, 64), (33, 96), (70, 129), (129, 8), (5, 1001), (0, 64), (4, 0)]
-BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-"""Rounding the result alone costs 1.7e-3 in bfloat16; the activations are good to 2e-7."""
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+"""Rounding the result alone costs 1.7e-3 in bfloat16. In float32 a value is the difference of two larger sums."""
 
 
 def runs(isa: str) -> pytest.param:
@@ -86,8 +86,8 @@ def test_products(isa: str) -> None:
 def test_activations_far_from_zero(isa: str) -> None:
     """A row is one gate each, from -300 to 300: overflow, cancellation and saturation."""
     gates = torch.cat([torch.linspace(-300, 300, 601), torch.linspace(-6, 6, 601), torch.tensor([0.0, -0.0])])
-    w = torch.stack([gates.bfloat16(), torch.ones(1203).bfloat16()], 1).contiguous()
-    planes = pack(torch.tensor([True, False]).expand(1, 1203, 2))
+    w = torch.stack([gates.bfloat16(), torch.ones(1204).bfloat16()], 1).contiguous()
+    planes = pack(torch.tensor([True, False]).expand(1, 1204, 2))
     x = torch.ones(1, 2, dtype=torch.bfloat16)
     for act in reference.ACTIVATIONS:
         found = flash_mglu(x, w, planes, 1, act, isa)

@@ -69,7 +69,7 @@ constexpr int MOST_ABREAST = 2;
 // serves four such. Columns are eight even then eight odd ones, so are the counts.
 template <int N, int B>
 struct MaskedSums {
-  static constexpr int SETS = (N + 1) * B <= 5 ? 2 : 1;  // of sums, taken in turn, as registers allow
+  static constexpr int SETS = N <= 2 ? 2 : 1;  // of sums, taken in turn, as registers allow
   __m256 sum[N + 1][B][SETS];
   template <int S, class Row>
   GNOMON_INLINE void add(const Row& row, const X* x, int64_t stride) {
@@ -138,7 +138,7 @@ constexpr int MOST_ABREAST = 4;
 // 16 weights at a time in their natural order, whose mask is a mask register loaded from the plane as it is.
 template <int N, int B>
 struct MaskedSums {
-  static constexpr int SETS = (N + 1) * B <= 10 ? 2 : 1;
+  static constexpr int SETS = N <= 4 ? 2 : 1;
   __m512 sum[N + 1][B][SETS];
   template <int S, class Row>
   GNOMON_INLINE void add(const Row& row, const X* x, int64_t stride) {
@@ -205,7 +205,7 @@ constexpr int MOST_ABREAST = 8;
 // 32 weights at a time stay bfloat16: those that a mask leaves out become 0, and one vdpbf16ps multiplies and adds.
 template <int N, int B>
 struct MaskedSums {
-  static constexpr int SETS = (N + 1) * B <= 5 ? 2 : 1;
+  static constexpr int SETS = N <= 4 ? 2 : 1;
   __m512 sum[N + 1][B][SETS];
   template <int S, class Row>
   GNOMON_INLINE void add(const Row& row, const X* x, int64_t stride) {
