@@ -104,9 +104,9 @@ def gates(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> Non
     table = records[records["metric"] == "gate share"]
     for i, (name, rows) in enumerate(table.groupby("method", sort=False)):
         for k, (_, one) in enumerate(rows.groupby("seed")):
-            one = one.sort_values("depth")
+            line = one.sort_values("depth")
             label = str(name) if k == 0 else None
-            ax.plot(one["depth"], one["value"], "o-", color=f"C{i}", markersize=3, alpha=0.7, label=label)
+            ax.plot(line["depth"], line["value"], "o-", color=f"C{i}", markersize=3, alpha=0.7, label=label)
     ax.axhspan(0.45, 0.55, color="grey", alpha=0.15, linewidth=0)
     depths = sorted(int(depth) for depth in table["depth"].unique())
     if len(depths) <= 16:

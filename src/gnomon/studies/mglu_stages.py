@@ -12,8 +12,6 @@ from gnomon.lab import Done, StageContext, load_rival
 from gnomon.studies.pretraining import CURVE_WINDOWS, budget, load, loss_of, parts, rows
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from gnomon.methods.layers.mglu import SwiMGLUMLP
 
 INPUTS = 8
