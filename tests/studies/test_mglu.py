@@ -248,14 +248,6 @@ def test_a_wrong_kernel_is_not_timed(ctx, monkeypatch, wrong):
 
 
 def test_operands_that_may_lie_in_a_cache_give_no_verdict():
-    class Claims:
-        def __init__(self):
-            self.rules = {}
-
-        def claim(self, id, *, rule, grade, part=""):
-            self.rules[id, part] = type(rule).__name__
-
-    for copies, name in (("0", "UpTo"), ("3", "Withheld")):
-        lab = Claims()
-        MGLUStudy.resolve("cpu", {"copies": copies})._claims(lab)
-        assert lab.rules["mglu.2", "number"] == name
+    for copies, kinds in (("0", {"UpTo", "AllOf", "Ratio"}), ("3", {"Withheld"})):
+        rules = MGLUStudy.resolve("cpu", {"copies": copies}).speed_rules()
+        assert {type(rule).__name__ for rule in rules.values()} == kinds

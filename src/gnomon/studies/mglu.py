@@ -8,7 +8,7 @@ paper lacks it) SwiGLU of as many bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from gnomon.core.errors import UsageError, unknown
@@ -211,7 +211,8 @@ class MGLUStudy(PretrainingStudy):
         lab.claim("mglu.1", part="bits", rule=AllOf(bits), grade="X")
         identity = Tolerance(metric="relative error of gate + value", limit=1e-5)
         lab.claim("mglu.1", part="identity", rule=identity, grade="X")
-        self._speed(lab)
+        for (id, part), rule in self.speed_rules().items():
+            lab.claim(id, part=part, rule=rule, grade="R")
         near = NonInferior(metric="bits per byte", method=JUDGED, to=SWIGLU, margin=ShareOf(0.01))
         lab.claim("mglu.4", part="a", rule=near, grade="T")
         better = {
@@ -223,7 +224,8 @@ class MGLUStudy(PretrainingStudy):
         )
         lab.claim("mglu.4", part="downstream", rule=FullScale(reason), grade="R")
 
-    def _speed(self, lab: Lab) -> None:
+    def speed_rules(self) -> dict[tuple[str, str], Rule]:
+        """Rules about times by claim and part."""
         cells: list[dict[str, str | int | float | bool]] = [
             {"shape": "{} x {}".format(*rows_and_columns(shape)), "threads": threads}
             for shape in self.shapes
@@ -234,33 +236,26 @@ class MGLUStudy(PretrainingStudy):
             "threads": max(self.cores),
             "seed": 1,
         }
-
-        def judge(id: str, part: str, rule: Rule) -> None:
-            if self.copies:
-                rule = Withheld(rule, f"copies={self.copies} was set, so operands may lie in a cache")
-            lab.claim(id, part=part, rule=rule, grade="R")
-
-        def against_naive(part: Any) -> Rule:
-            ratio = Ratio(metric="time", method=flash(8), to=naive(8), number=19.7, part=part)
-            return UpTo(ratio, cells)
-
-        judge("mglu.2", "direction", against_naive("direction"))
-        judge("mglu.2", "number", against_naive("number"))
+        naively = Ratio(metric="time", method=flash(8), to=naive(8), number=19.7)
         grows = Ratio(metric="time", method=naive(1), to=naive(8), number=NAIVE_GROWS, where=here)
         barely = Ratio(
             metric="time", method=flash(8), to=flash(1), number=KERNEL_GROWS, at_most=True, where=here
         )
-        judge("mglu.2", "growth", AllOf({"naive grows": grows, "kernel barely": barely}))
-        faster = {
-            f"{cell['shape']}, threads={cell['threads']}": Ratio(
-                metric="time",
-                method=flash(1),
-                to=TORCH,
-                number=1.51,
-                part="direction",
-                where={**cell, "seed": 1},
+        dense = Ratio(metric="time", method=flash(1), to=TORCH, number=1.51, where=here)
+        everywhere = {
+            f"{cell['shape']}, threads={cell['threads']}": replace(
+                dense, part="direction", where={**cell, "seed": 1}
             )
             for cell in cells
         }
-        judge("mglu.3", "direction", AllOf(faster))
-        judge("mglu.3", "number", Ratio(metric="time", method=flash(1), to=TORCH, number=1.51, where=here))
+        rules: dict[tuple[str, str], Rule] = {
+            ("mglu.2", "direction"): UpTo(replace(naively, part="direction"), cells),
+            ("mglu.2", "number"): UpTo(naively, cells),
+            ("mglu.2", "growth"): AllOf({"naive grows": grows, "kernel barely": barely}),
+            ("mglu.3", "direction"): AllOf(everywhere),
+            ("mglu.3", "number"): dense,
+        }
+        if not self.copies:
+            return rules
+        reason = f"copies={self.copies} was set, so operands may lie in a cache"
+        return {key: Withheld(rule, reason) for key, rule in rules.items()}

@@ -74,7 +74,8 @@ def swiglu_bytes(
             for name in MATRICES:  # a part of the drawn weights is drawn, too
                 old: nn.Linear = getattr(mlp, name)
                 part = old.weight[:, :width] if name == "down_proj" else old.weight[:width]
-                new = nn.Linear(*part.T.shape, bias=False, device=part.device, dtype=part.dtype)
+                rows, columns = part.shape
+                new = nn.Linear(columns, rows, bias=False, device=part.device, dtype=part.dtype)
                 new.weight.copy_(part)
                 setattr(mlp, name, new.train(old.training))
         mlp.intermediate_size = width

@@ -41,8 +41,8 @@ def packed_files(ctx: StageContext, *, model: str, scratch: bool, masks: Sequenc
         stored, whole = _bits(ctx.dir, packed, (".proj.weight", ".proj.mask_planes"))
         _record_bits(ctx, masked(n), stored=stored, whole=whole, glu=glu, whole_glu=whole_glu)
         for name, mlp in mglu_layers(packed).items():
-            handed = mlp.proj.weight.nbytes + mlp.proj.planes.nbytes  # type: ignore[operator, union-attr]
-            read = 8 * handed / mlp.proj.weight.numel()  # type: ignore[operator]
+            handed = mlp.proj.weight.nbytes + mlp.proj.planes.nbytes  # type: ignore[operator]
+            read = 8 * handed / mlp.proj.weight.numel()
             ctx.record(method=masked(n), metric="bits read a weight", value=read, item=name, better="lower")
 
 
@@ -174,7 +174,7 @@ def identity_error(mlp: SwiMGLUMLP, *, seed: int) -> float:
     x = torch.randn(INPUTS, mlp.hidden_size, generator=torch.Generator().manual_seed(seed)).to(weight)
     full = linear(x, weight)
     errors = []
-    for mask in unpack(mlp.proj.planes, mlp.hidden_size):  # type: ignore[arg-type, union-attr]
+    for mask in unpack(mlp.proj.planes, mlp.hidden_size):  # type: ignore[arg-type]
         both = linear(x, weight.masked_fill(~mask, 0)) + linear(x, weight.masked_fill(mask, 0))
         errors.append(float((both - full).norm() / full.norm()))
     return max(errors)
