@@ -50,7 +50,7 @@ def quality_by_bytes(records: pd.DataFrame, done: dict[str, list[Done]], path: P
     for i, (name, rows) in enumerate(final.groupby("method", sort=False)):
         at = sizes[name] / scale
         ax.plot([at] * len(rows), rows["value"], ".", markersize=3, color=f"C{i % 10}", alpha=0.6)
-        marker = "s" if str(name).startswith("swimglu") else "o"
+        marker = "s" if str(name).startswith("swimglu") else "o" if i < 10 else "^"
         mean = rows["value"].mean()
         ax.plot(at, mean, marker, markersize=6, color=f"C{i % 10}", label=str(name))
     ax.set(xlabel=f"{unit} of the feed-forward layers", ylabel="bits per byte")
@@ -68,9 +68,7 @@ def times(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> Non
 
     table = records[(records["metric"] == "time") & (records["seed"] == 1)]
     cells = list(table.groupby(["shape", "threads"], sort=False))
-    fig, axes = plt.subplots(
-        1, len(cells), figsize=(1.6 + 3.0 * len(cells), 3.6), sharey=True, squeeze=False, layout="constrained"
-    )
+    fig, axes = plt.subplots(1, len(cells), figsize=(1.6 + 3.0 * len(cells), 3.6), sharey=True, squeeze=False)
     for ax, ((shape, threads), rows) in zip(axes[0], cells, strict=True):
         per_glu = rows[rows["method"] == TORCH]["value"].median()
         for i, (kind, style) in enumerate((("FlashMGLU", "o-"), ("naive", "s-"), ("byte bound", ":"))):
