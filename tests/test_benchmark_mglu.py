@@ -20,7 +20,7 @@ built = pytest.mark.skipif(bool(native.problem()), reason=native.problem() or "b
 def run(code: str, tmp_path: Path) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
     rows = tmp_path / "rows.jsonl"
     options = ["--quick", "--threads", "1", "--repeats", "2", "--json", str(rows)]
-    script = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import mglu, torch\n{code}\nsys.exit(mglu.main({options}))"
+    script = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import mglu\n{code}\nsys.exit(mglu.main({options}))"
     done = subprocess.run(
         [sys.executable, "-c", script], env=os.environ, capture_output=True, text=True, check=False
     )

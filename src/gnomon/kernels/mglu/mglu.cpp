@@ -138,7 +138,7 @@ constexpr int MOST_ABREAST = 4;
 // 16 weights at a time in their natural order, whose mask is a mask register loaded from the plane as it is.
 template <int N, int B>
 struct MaskedSums {
-  static constexpr int SETS = N <= 4 ? 2 : 1;
+  static constexpr int SETS = 2;
   __m512 sum[N + 1][B][SETS];
   template <int S, class Row>
   GNOMON_INLINE void add(const Row& row, const X* x, int64_t stride) {
@@ -200,12 +200,12 @@ GNOMON_TARGET_END
 GNOMON_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16")
 #include "../include/avx512_bf16.hpp"
 namespace avx512_bf16 {
-constexpr int MOST_ABREAST = 8;
+constexpr int MOST_ABREAST = 4;
 
 // 32 weights at a time stay bfloat16: those that a mask leaves out become 0, and one vdpbf16ps multiplies and adds.
 template <int N, int B>
 struct MaskedSums {
-  static constexpr int SETS = N <= 4 ? 2 : 1;
+  static constexpr int SETS = 2;
   __m512 sum[N + 1][B][SETS];
   template <int S, class Row>
   GNOMON_INLINE void add(const Row& row, const X* x, int64_t stride) {
@@ -334,7 +334,7 @@ extern "C" void gnomon_mglu_widen(int threads, const void* weight, int64_t rows,
                                               int64_t count, const gnomon::NS::X* x, float* out) {             \
     gnomon::NS::loop<N>(weight, planes, plane, count, x, out);                                                 \
   }
-#define GNOMON_LOOPS(NS) GNOMON_LOOP(NS, 1) GNOMON_LOOP(NS, 2) GNOMON_LOOP(NS, 4) GNOMON_LOOP(NS, 8)
+#define GNOMON_LOOPS(NS) GNOMON_LOOP(NS, 1) GNOMON_LOOP(NS, 2) GNOMON_LOOP(NS, 3) GNOMON_LOOP(NS, 4)
 
 GNOMON_LOOPS(scalar)
 #ifdef GNOMON_X86
