@@ -203,7 +203,8 @@ def test_masks_of_a_trained_model(tmp_path):
     value, _, _ = trained(tmp_path / "of", ENTRANTS["swimglu"], options={"n_masks": 2})
     (folder := tmp_path / "masks").mkdir()
     ctx = StageContext(folder, 0)
-    mglu_stages.masks(ctx, of=Done(tmp_path / "of", value, TINY), method="swimglu-2")
+    text = {name: TINY[name] for name in ("data", "length", "windows")}
+    mglu_stages.masks(ctx, of=Done(tmp_path / "of", value, {}), method="swimglu-2", **text)
     table = records_of(ctx)
     shares = table[table["metric"] == "gate share"].sort_values("depth")["value"]
     assert len(shares) == LAYERS and shares.between(0.3, 0.7).all()

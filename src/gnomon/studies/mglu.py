@@ -175,12 +175,13 @@ class MGLUStudy(PretrainingStudy):
         competitors = self._competitors()
         lab.stage(footprints, model=self.model, scratch=self.scratch, competitors=competitors)
         tuned = {name: self.tuned(lab, **one) for name, one in competitors.items()}
+        on_text: dict[str, Any] = {"data": self.data, "length": self.length, "windows": self.windows}
         for seed in lab.seeds:
             for name, one in competitors.items():
                 trained = self.trained(lab, tuned[name], seed, **one)
                 lab.stage(measure, of=trained, text=text, method=name, trials=tuned[name].trials)
                 if name.startswith("swimglu-"):
-                    lab.stage(masks, of=trained, method=name)
+                    lab.stage(masks, of=trained, method=name, **on_text)
         for seed, repeats in ((0, max(1, self.repeats // 3)), (1, self.repeats)):
             for shape in self.shapes:
                 rows, columns = rows_and_columns(shape)

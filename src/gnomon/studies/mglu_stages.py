@@ -128,13 +128,17 @@ def measure(ctx: StageContext, *, of: Done, text: Done, method: str, trials: int
     )
 
 
-def masks(ctx: StageContext, *, of: Done, method: str) -> None:
+def masks(ctx: StageContext, *, of: Done, method: str, data: str, length: int, windows: int) -> None:
     """What training made of the masks, and whether packing them keeps the model.
 
     Gate and value come from the packed bits, each as a product of its own, so that their sum proves something.
+
+    Args:
+        data, length, windows: the held-out text on which the model is compared with itself packed.
     """
     import torch
 
+    from gnomon.core.data import token_stream
     from gnomon.core.models import load as load_model
     from gnomon.methods.layers.mglu import freeze_masks, mask_stats, mglu_layers
 
@@ -154,8 +158,10 @@ def masks(ctx: StageContext, *, of: Done, method: str) -> None:
             item=name,
             better="lower",
         )
-    held_out = _held_out(of)
-    unpacked = load_model(folder, dtype=torch.bfloat16).model
+    loaded = load_model(folder, dtype=torch.bfloat16)
+    stream = token_stream(parts(data).valid, loaded.tokenizer)
+    held_out = rows(stream, length, min(CURVE_WINDOWS, windows))
+    unpacked = loaded.model
     before = loss_of(unpacked, held_out)
     after = loss_of(freeze_masks(unpacked), held_out)
     ctx.record(
@@ -178,15 +184,6 @@ def identity_error(mlp: SwiMGLUMLP, *, seed: int) -> float:
         both = linear(x, weight.masked_fill(~mask, 0)) + linear(x, weight.masked_fill(mask, 0))
         errors.append(float((both - full).norm() / full.norm()))
     return max(errors)
-
-
-def _held_out(of: Done) -> Any:
-    """A few windows of the text that a trained model hasn't seen."""
-    from gnomon.core.data import token_stream
-
-    tokenizer = load(of.args["model"], scratch=False).tokenizer
-    stream = token_stream(parts(of.args["data"]).valid, tokenizer)
-    return rows(stream, of.args["length"], min(CURVE_WINDOWS, of.args["windows"]))
 
 
 __all__ = ["bytes_per_token", "footprints", "identity_error", "masked", "masks", "measure", "packed_files"]
