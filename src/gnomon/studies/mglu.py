@@ -62,16 +62,17 @@ NAIVE_GROWS, KERNEL_GROWS = 4.0, 1.5
 class MGLUStudy(PretrainingStudy):
     """Settings, stages and claims of the study."""
 
-    competitors: tuple[str, ...] = (*NEEDED, SAME_BYTES, masked(1))
+    competitors: tuple[str, ...] = (*NEEDED, SAME_BYTES)
     """Out of `FORMS`; claims need gelu, swiglu, swiglu-shared and swimglu-4."""
-    rates: tuple[float, ...] = (0.003, 0.006)
+    rates: tuple[float, ...] = (0.003, 0.006, 0.012)
     mask_init_std: float = 0.01
     """Of mask logits at first (the paper's)."""
     weight_decay: float = 0.1
     """Of all matrices, mask logits among them (the paper's)."""
     schedule: str = "cosine"
     warmup: float = 0.05
-    steps: int = 120
+    steps: int = 240
+    batch: int = 4
     shapes: tuple[str, ...] = ("8192x2048",)
     """Matrices that products are timed on, outputs by inputs; the number of mglu.3 is judged on the first."""
     masks: tuple[int, ...] = (1, 2, 4, 8)
@@ -108,7 +109,7 @@ class MGLUStudy(PretrainingStudy):
             "seeds": (0, 1, 2, 3, 4),
             "competitors": tuple(FORMS),
             "rates": (0.0015, 0.003, 0.006, 0.012),
-            "steps": 300,
+            "steps": 800,
             "points": 20,
             "shapes": ("8192x2048", "14336x4096"),
             "cores": (1, 2),
