@@ -425,9 +425,9 @@ def test_a_model_of_plain_torch() -> None:
             return x
 
     model, x = (
-        replace_mlp(Model().double(), MGLUConfig(hidden_act="gelu"), generator=rng()),
-        torch.randn(3, 8).double(),
+        replace_mlp(Model(), MGLUConfig(hidden_act="gelu"), generator=rng()),
+        torch.randn(3, 8),
     )
     assert isinstance(model.layers[1].mlp, SwiMGLUMLP)
     before = model(x)
-    torch.testing.assert_close(freeze_masks(model)(x), before)
+    torch.testing.assert_close(freeze_masks(model)(x), before, rtol=1e-4, atol=1e-5)
