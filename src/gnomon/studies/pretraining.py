@@ -64,6 +64,8 @@ class Entrant:
     """Numbers by name, taken along the learning curve and before `finish`."""
     numbers: int | None = None
     """Trained numbers, where that isn't what requires a gradient."""
+    keep: bool = True
+    """False: the model isn't saved, because it is of no class that could be loaded again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +181,7 @@ def pretrain(
         watch: `module:function` from the model to numbers by name, recorded with each point of the curve.
 
     Returns:
-        final loss, λ and costs. The model lies in `model/`.
+        final loss, λ and costs. The model lies in `model/`, unless its entrant says otherwise.
     """
     import dataclasses
 
@@ -227,7 +229,7 @@ def pretrain(
     spent = train(loaded.model, batches, entrant.optimizer, config, resume=ctx, on_step=on_step)
     last = {f"last {name}": value for name, value in look().items()}
     judged = dataclasses.replace(loaded, model=entrant.finish(loaded.model))
-    if ctx.first:
+    if ctx.first and entrant.keep:
         save(judged, ctx.dir / "model")
     return {
         "loss": loss_of(judged.model, rows(held_out, length, windows)),
