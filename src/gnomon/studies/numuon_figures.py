@@ -173,12 +173,12 @@ def decay(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> Non
             rows = rows[(rows["pipeline"] == "svd_llm") & np.isclose(rows["keep"], KEEP)]
         for i, name in enumerate(methods(judged_records(records))):
             if name in with_controls:
-                found = rows[rows["base"] == name].groupby("method")["value"]
-                points = sorted((sums[str(method)], values) for method, values in found)
+                of_method = rows[rows["base"] == name]
+                points = dict(list(of_method.groupby(of_method["method"].map(sums))["value"]))
                 ax.errorbar(
-                    [x for x, _ in points],
-                    [float(values.mean()) for _, values in points],
-                    yerr=[half_width(values) for _, values in points],
+                    list(points),
+                    [float(values.mean()) for values in points.values()],
+                    yerr=[half_width(values) for values in points.values()],
                     marker="o",
                     markersize=3.5,
                     capsize=2,
@@ -186,6 +186,8 @@ def decay(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> Non
                     label=name,
                 )
         ax.set(xlabel="Σηλ", ylabel=label, xscale="log")
+        ax.set_xticks(sorted(set(sums.values())), [f"{x:g}" for x in sorted(set(sums.values()))])
+        ax.minorticks_off()
     axes[0].legend(fontsize=8)
     fig.savefig(path)
 
