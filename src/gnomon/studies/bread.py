@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from gnomon.core.errors import UsageError, unknown
 from gnomon.lab import Lab, StudyConfig
@@ -39,7 +39,7 @@ NEAREST = (METHOD, BADAM, "lora", "galore", ADAMW)
 COUNTED = (BADAM, METHOD, "bread-lora-partial", "bread-sgd")
 HERE, REAL = "pretrained here", "real"
 """Names of the two bases in the records."""
-GRADES = {HERE: "T", REAL: "R"}
+GRADES: dict[str, Literal["T", "R"]] = {HERE: "T", REAL: "R"}
 
 
 @dataclass(frozen=True, kw_only=True)

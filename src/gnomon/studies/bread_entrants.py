@@ -65,14 +65,14 @@ def block_descent(
         lr=lr,
         betas=BETAS,
         weight_decay=weight_decay,
-        blocks=blocks,  # type: ignore[arg-type]
+        blocks=blocks,
         switch_every=switch_every,
         order=order,  # type: ignore[arg-type]
         expansion=expansion,
         scope=scope,  # type: ignore[arg-type]
         generator=drawn,
     )
-    return _blockwise(model, optimizer)
+    return _closing(optimizer)
 
 
 def everything(model: nn.Module, *, lr: float, weight_decay: float, total_steps: int) -> Entrant:
@@ -93,7 +93,7 @@ def adamw(model: nn.Module, *, lr: float, weight_decay: float, total_steps: int)
             switch_every=total_steps + 1,
             order="fixed",
         )
-        return _blockwise(model, optimizer)
+        return _closing(optimizer)
     groups = _decaying(layers, weight_decay)
     return _entrant(torch.optim.AdamW(groups, lr=lr, betas=BETAS))
 
@@ -123,7 +123,7 @@ def galore(
 def lomo(model: nn.Module, *, lr: float, weight_decay: float, total_steps: int, sgd_scale: float) -> Entrant:
     """Plain steps during the backward pass, on everything in the layers."""
     optimizer = LOMO(list(_only_layers(model).items()), lr=lr * sgd_scale)
-    return _entrant(optimizer, finish=lambda trained: (optimizer.close(), trained)[1])
+    return _closing(optimizer)
 
 
 def lisa(
@@ -140,7 +140,7 @@ def lisa(
         switch_every=switch_every,
         generator=drawn,
     )
-    return _blockwise(model, optimizer)
+    return _closing(optimizer)
 
 
 # -------------------------------------------------------------------------------------- ranks of equal bytes
@@ -148,7 +148,7 @@ def lisa(
 
 def lora_rank(model: nn.Module, target: int) -> int:
     """The smallest rank at which LoRA's two float32 moments take at least `target` bytes."""
-    one = 8 * sum(sum(layer.weight.shape) for layer in linears(model).values())  # type: ignore[arg-type, misc]
+    one = 8 * sum(sum(shape) for shape in _shapes(model))
     return max(1, math.ceil(target / one))
 
 
@@ -158,7 +158,7 @@ def galore_rank(model: nn.Module, target: int, width: int = 4) -> int:
     Args:
         width: bytes of a weight, which its state has too.
     """
-    shapes = [tuple(layer.weight.shape) for layer in linears(model).values()]  # type: ignore[arg-type]
+    shapes = _shapes(model)
     matrices = {id(layer.weight) for layer in linears(model).values()}
     vectors = sum(p.numel() for p in _layers(model).values() if id(p) not in matrices)
 
@@ -169,6 +169,10 @@ def galore_rank(model: nn.Module, target: int, width: int = 4) -> int:
 
     full = max(min(shape) for shape in shapes)
     return next((rank for rank in range(1, full) if needed(rank) >= target), full)
+
+
+def _shapes(model: nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(model.get_parameter(f"{name}.weight").shape) for name in linears(model)]
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -193,7 +197,9 @@ def _decaying(layers: dict[str, nn.Parameter], weight_decay: float) -> list[dict
     ]
 
 
-def _blockwise(model: nn.Module, optimizer: BlockOptimizer) -> Entrant:
+def _closing(optimizer: BlockOptimizer | LOMO) -> Entrant:
+    """Its hooks go, and adapters are merged, after the last step."""
+
     def finish(trained: nn.Module) -> nn.Module:
         optimizer.close()
         return trained

@@ -149,9 +149,10 @@ def whole(network: nn.Module, name: str) -> Tensor:
     """A copy of W_j + C_j."""
     module = network.get_submodule(name.rpartition(".")[0])
     weight: Tensor = network.get_parameter(name).detach().clone()
-    if (u := getattr(module, "bread_u", None)) is None:
+    u, v, scale = (getattr(module, name, None) for name in ("bread_u", "bread_v", "bread_scale"))
+    if u is None or v is None or scale is None:
         return weight
-    product: Tensor = u.detach() @ getattr(module, "bread_v").detach() * getattr(module, "bread_scale")
+    product: Tensor = scale * (u.detach() @ v.detach())
     return weight + product
 
 
