@@ -330,7 +330,7 @@ def skeleton(size: str) -> nn.Module:
 
     if size not in SHAPES:
         raise unknown("size", size, SHAPES)
-    return without_storage(LlamaConfig(**SHAPES[size], tie_word_embeddings=False))  # type: ignore[arg-type]
+    return without_storage(LlamaConfig(**SHAPES[size], tie_word_embeddings=False))
 
 
 # ------------------------------------------------------------------------------------------ what was trained
