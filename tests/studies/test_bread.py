@@ -152,7 +152,8 @@ def test_what_is_kept_is_a_plain_model(tmp_path):
 @pytest.mark.parametrize("name", COMPETITORS)
 def test_competitors_train_the_layers_and_lisa_the_rest_too(name):
     model, entrant = entered(name, **({"switch_every": 1} if "switch_every" in OPTIONS[name] else {}))
-    before = {key: value.clone() for key, value in entered(name)[0].state_dict().items()}
+    with seeded(0):
+        before = load("tiny:llama-10k", dtype="float32").model.state_dict()
     take_steps(model, entrant.optimizer, 6)
     after = entrant.finish(model).state_dict()
     assert set(after) <= set(before)  # merged, without hooks' leftovers
@@ -166,13 +167,10 @@ def test_competitors_train_the_layers_and_lisa_the_rest_too(name):
 
 def test_ranks_are_the_smallest_that_take_as_many_bytes():
     model = load("tiny:llama-10k", dtype="float32").model
-    for target in (1_000, 9_000, 20_000):
+    for target in (12_000, 20_000):
         for name, rank in (("lora", lora_rank(model, target)), ("galore", galore_rank(model, target))):
             held = []
             for tried in (rank, rank - 1):
-                if tried == 0:
-                    held.append(0)
-                    continue
                 network, entrant = entered(name, rank=tried)
                 take_steps(network, entrant.optimizer)
                 held.append(state_bytes(entrant.optimizer))

@@ -66,8 +66,8 @@ class BREADStudy(StudyConfig):
     competitors: tuple[str, ...] = NEAREST
     """Out of `COMPETITORS`."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    rates: tuple[float, ...] = (0.001, 0.003)
-    """The grid of learning rates, the same for all."""
+    rates: tuple[float, ...] = (0.004, 0.02)
+    """The grid of learning rates, the same for all. It is wide, because GaLore scales its steps by a quarter."""
     tuning_seeds: tuple[int, ...] = (1000,)
     """The first is also the base's."""
     steps: int = 120
@@ -100,16 +100,19 @@ class BREADStudy(StudyConfig):
     real_items: str = ARITHMETIC
     real_kinds: tuple[str, ...] = ("sum", "difference")
     real_train_items: int = 2000
-    real_test_items: int = 128
+    real_test_items: int = 96
+    real_answers: int = 32
     real_competitors: tuple[str, ...] = NEAREST
     real_seeds: int = 3
     """How many of `seeds` it is fine-tuned with."""
-    real_rates: tuple[float, ...] = (0.0001, 0.0003)
+    real_rates: tuple[float, ...] = (0.0002, 0.001)
     real_steps: int = 60
-    real_batch: int = 4
+    real_batch: int = 3
+    real_points: int = 3
     real_longest: int = 256
     real_switch_every: int = 2
     real_rank: int = 8
+    real_gap: int = 200
     real_dtype: str = "float32"
     real_checkpointing: bool = False
 
@@ -146,7 +149,7 @@ class BREADStudy(StudyConfig):
             "seeds": (0, 1, 2, 3, 4),
             "competitors": COMPETITORS,
             "base_steps": 600,
-            "rates": (0.0005, 0.001, 0.002, 0.004),
+            "rates": (0.0015, 0.003, 0.006, 0.012, 0.024),
             "steps": 200,
             "batch": 12,
             "points": 20,
@@ -157,7 +160,7 @@ class BREADStudy(StudyConfig):
             "competitors": COMPETITORS,
             "seeds": (0, 1, 2),
             "base_steps": 600,
-            "rates": (0.0005, 0.001, 0.002, 0.004),
+            "rates": (0.0015, 0.003, 0.006, 0.012, 0.024),
             "steps": 200,
             "points": 20,
             "real_model": "meta-llama/Llama-3.1-8B",
@@ -167,6 +170,7 @@ class BREADStudy(StudyConfig):
             "real_rates": (1e-6, 1e-5, 1e-4),
             "real_steps": 18_750,
             "real_batch": 16,
+            "real_points": 30,
             "real_longest": 1024,
             "real_switch_every": 100,
             "real_dtype": "bfloat16",
@@ -189,13 +193,14 @@ class BREADStudy(StudyConfig):
         numbers = (
             "base_steps base_batch base_length train_items test_items steps batch longest points switch_every rank gap "
             "lisa_layers draws real_train_items real_test_items real_seeds real_steps real_batch real_longest "
-            "real_switch_every real_rank"
+            "real_points real_switch_every real_rank real_gap"
         )
         for name in numbers.split():
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if self.answers < 0:
-            raise UsageError(f"answers={self.answers} can't be negative; 0 answers none.")
+        for name in ("answers", "real_answers"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name}={getattr(self, name)} can't be negative; 0 answers none.")
         if not (self.sgd_scale > 0 and self.sign_scale > 0):
             raise UsageError("sgd_scale and sign_scale must be positive factors of the learning rate.")
         for shape in self.counted:
@@ -286,6 +291,7 @@ class BREADStudy(StudyConfig):
             "steps": self.real_steps,
             "batch": self.real_batch,
             "longest": self.real_longest,
+            "points": self.real_points,
             "dtype": self.real_dtype,
             "checkpointing": self.real_checkpointing,
         }
@@ -309,7 +315,7 @@ class BREADStudy(StudyConfig):
             **forms,
             "adamw": {},
             "lora": {"rank": ranks["lora"]},
-            "galore": {"rank": ranks["galore"], "gap": self.gap},
+            "galore": {"rank": ranks["galore"], "gap": self.real_gap if real else self.gap},
             "lomo": {"sgd_scale": self.sgd_scale},
             "lisa": {"layers": self.lisa_layers, "switch_every": every},
         }
@@ -363,7 +369,7 @@ class BREADStudy(StudyConfig):
                     finetune,
                     seed=seed,
                     split="test",
-                    answers=self.answers,
+                    answers=self.answers if tiny else self.real_answers,
                     **tuned[name].settings,
                     **one,
                     **common,

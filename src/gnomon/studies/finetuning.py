@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ARITHMETIC = "arithmetic"
 EVALUATION_BATCH = 16
-GLANCE_ITEMS = 48
+GLANCE_ITEMS = 32
 """Held-out items for a point of a learning curve."""
 
 
