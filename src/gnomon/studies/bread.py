@@ -100,15 +100,15 @@ class BREADStudy(StudyConfig):
     real_items: str = ARITHMETIC
     real_kinds: tuple[str, ...] = ("sum", "difference")
     real_train_items: int = 2000
-    real_test_items: int = 96
-    real_answers: int = 32
+    real_test_items: int = 64
+    real_answers: int = 16
     real_competitors: tuple[str, ...] = NEAREST
     real_seeds: int = 3
     """How many of `seeds` it is fine-tuned with."""
     real_rates: tuple[float, ...] = (0.0002, 0.001)
     real_steps: int = 60
-    real_batch: int = 3
-    real_points: int = 3
+    real_batch: int = 2
+    real_points: int = 2
     real_longest: int = 256
     real_switch_every: int = 2
     real_rank: int = 8
@@ -118,7 +118,7 @@ class BREADStudy(StudyConfig):
 
     slug: ClassVar[str] = "bread"
     sources: ClassVar[tuple[str, ...]] = ("model", "data", "items", "real_model", "real_items")
-    disk_bytes: ClassVar[int] = 4_000_000_000
+    disk_bytes: ClassVar[int] = 1_500_000_000
     rival_protocol: ClassVar[str] = (
         "make(model, lr=, weight_decay=, total_steps=) -> torch.optim.Optimizer or "
         "gnomon.studies.pretraining.Entrant"
