@@ -202,10 +202,8 @@ def train(
     accelerator = _accelerator()
     world = 1 if accelerator is None else accelerator.num_processes
     rank = 0 if accelerator is None else accelerator.process_index
-    own = getattr(
-        optimizer, "averages_gradients", False
-    )  # then the model is moved to its device, and not wrapped
-    runner = model if accelerator is None else accelerator.prepare_model(model, evaluation_mode=own)
+    bare = getattr(optimizer, "averages_gradients", False)  # placed on its device only, not wrapped
+    runner = model if accelerator is None else accelerator.prepare_model(model, evaluation_mode=bare)
     found = [float(group["lr"]) for group in optimizer.param_groups]
     peaks = found if config.lr is None else _scaled(found, config.lr)
     settings = {**asdict(config), "peaks": peaks}
