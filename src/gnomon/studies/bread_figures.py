@@ -64,12 +64,11 @@ def bytes_and_loss(records: pd.DataFrame, done: dict[str, list[Done]], path: Pat
         held = here[here["metric"] == "peak state bytes"].groupby("method")["value"].mean()
         losses = here[here["metric"] == "loss"].groupby("method", sort=False)["value"]
         for i, (name, values) in enumerate(losses):
-            ax.plot([held[name] / 1e6] * len(values), values, "o", markersize=4, color=f"C{i % 10}")
-            ax.annotate(str(name), (held[name] / 1e6, values.max()), xytext=(0, 4),
-                        textcoords="offset points", fontsize=7, ha="center")  # fmt: skip
+            x, mark = held[name] / 1e6, "os^"[i % 3]
+            ax.plot([x] * len(values), values, mark, markersize=4, color=f"C{i % 10}", label=str(name))
         ax.set(xlabel="peak optimizer state (MB)", ylabel="final loss", title=f"model: {base}")
         ax.set_xscale("symlog", linthresh=1e-2)
-        ax.margins(x=0.15, y=0.15)
+        ax.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
     fig.savefig(path)
 
 
@@ -98,7 +97,9 @@ def memory(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> No
 
     rows = records[records["metric"] == "GB by formula"]
     limits = records[records["metric"] == "GB before activations"].groupby("size", sort=False)["claimed"]
-    fig, axes = plt.subplots(1, limits.ngroups, figsize=(4.8 * limits.ngroups, 3.0), squeeze=False)
+    fig, axes = plt.subplots(
+        1, limits.ngroups, figsize=(4.8 * limits.ngroups, 3.0), squeeze=False, sharey=True
+    )
     for ax, (size, claimed) in zip(axes[0], limits, strict=True):
         limit = float(claimed.iloc[0])
         table = rows[rows["size"] == size].pivot_table(
@@ -113,7 +114,7 @@ def memory(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> No
                 ax.annotate(f"{total:,.0f}", (1.38 * limit, y), ha="right", va="center", fontsize=8)
         ax.axvline(limit, color="grey", linestyle="--", linewidth=0.8)
         ax.set(xlabel="GB", title=size, xlim=(0, 1.4 * limit))
-        ax.invert_yaxis()
+    axes[0][0].invert_yaxis()  # shared: the methods in their order from above
     axes[0][0].legend(fontsize=6, loc="lower right")
     fig.savefig(path)
 
