@@ -72,6 +72,8 @@ smoke: setup
 bench: setup
 	-$(PIP) -e '.[bench]'
 	$(BIN)/python benchmarks/nf12.py
+	$(BIN)/python benchmarks/optim.py
+	$(BIN)/python benchmarks/mglu.py
 
 readme: setup
 	$(BIN)/python tools/readme.py

@@ -81,6 +81,8 @@ SYSTEMS: tuple[System, ...] = (
         "NeurIPS 2025",
         "arXiv:2506.23225",
         "A gated feed-forward layer with one weight matrix, split into gate and value by binary masks.",
+        status="works",
+        study="gnomon.studies.mglu",
     ),
     System(
         "saga",

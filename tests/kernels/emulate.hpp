@@ -18,6 +18,10 @@ static inline float _mm512_reduce_add_ps(simde__m512 v) {
 
 static inline void _mm512_stream_si512(simde__m512i* to, simde__m512i v) { std::memcpy(to, &v, sizeof v); }
 
+static inline simde__m512 _mm512_mask3_fmadd_ps(simde__m512 a, simde__m512 b, simde__m512 c, uint16_t mask) {
+  return simde_mm512_mask_mov_ps(c, mask, simde_mm512_fmadd_ps(a, b, c));
+}
+
 template <class From, class To, int N, class Out, class In>
 static inline Out widened(In v) {
   From narrow[N];

@@ -18,6 +18,7 @@ from gnomon.core.forms import Form
 from gnomon.methods.compress.lowrank.stored import FORM as LOWRANK
 from gnomon.methods.compress.nf12.apply import FORM as NF12
 
+from . import hf_mglu
 from .hf_forms import wrapped_config
 from .hf_lowrank import LowRankConfig, LowRankQuantizer
 from .hf_nf12 import NF12QuantizationConfig, NF12Quantizer
@@ -36,3 +37,4 @@ def register() -> None:
         AutoConfig.register(wrapped.model_type, wrapped, exist_ok=True)
         AUTO_QUANTIZATION_CONFIG_MAPPING[form.name] = config
         AUTO_QUANTIZER_MAPPING[form.name] = quantizer
+    hf_mglu.register()

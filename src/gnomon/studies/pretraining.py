@@ -65,6 +65,8 @@ class Entrant:
     """Numbers by name, taken along the learning curve and before `finish`."""
     numbers: int | None = None
     """Trained numbers, where that isn't what requires a gradient."""
+    keep: bool = True
+    """False: the model isn't saved, because it is of no class that could be loaded again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +182,7 @@ def pretrain(
         watch: `module:function` from the model to numbers by name, recorded with each point of the curve.
 
     Returns:
-        final loss, λ and costs. The model lies in `model/`.
+        final loss, λ and costs. The model lies in `model/`, unless its entrant says otherwise.
     """
     import torch
 
@@ -270,7 +272,7 @@ def fit(
         points: of the learning curve, evenly spaced.
         tags: of the curve's records.
         watch: functions from the model to numbers by name, beside the entrant's own.
-        keep: the model is saved in `model/`.
+        keep: the model is saved in `model/`, if its entrant agrees.
 
     Returns:
         the model that was judged; its loss and what it cost.
@@ -298,7 +300,7 @@ def fit(
     last = {f"last {name}": value for name, value in look().items()}
     left = state_bytes(entrant.optimizer)  # before finishing, which may drop it
     judged = dataclasses.replace(loaded, model=entrant.finish(loaded.model))
-    if keep and ctx.first:
+    if keep and entrant.keep and ctx.first:
         save(judged, ctx.dir / "model")
     return judged.model, {
         "loss": task.judge(judged.model),
