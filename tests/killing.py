@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +59,31 @@ def trained(folder: Path, make: str, **settings: Any) -> tuple[dict, list, dict]
     return value, context.snapshot(), weights
 
 
-def killed_and_uncut(folder: Path, make: str, *, after: int, **settings: Any) -> None:
-    """Assert that a run killed after so many steps ends as one that wasn't: losses, curves and weights are equal."""
+def killed_and_uncut(
+    folder: Path,
+    make: str,
+    *,
+    after: int,
+    train: Callable[..., tuple[dict, list, dict]] = trained,
+    **settings: Any,
+) -> None:
+    """Assert that a run killed after so many steps ends as one that wasn't: losses, curves and weights are equal.
+
+    Args:
+        train: :func:`trained` or one like it, for another stage of as many steps.
+    """
     options = settings.pop("options", {})
-    whole, curve, weights = trained(folder / "whole", make, options=options, **settings)
+    whole, curve, weights = train(folder / "whole", make, options=options, **settings)
     again = {"options": {**options, "inside": make}, **settings}
     LEFT[0] = after
     try:
-        trained(folder / "cut", f"{__name__}:dying", **again)
+        train(folder / "cut", f"{__name__}:dying", **again)
         raise AssertionError("it was not killed")
     except KeyboardInterrupt:
         pass
     assert not (folder / "cut" / "model").exists()
     LEFT[0] = -1
-    value, curve_again, weights_again = trained(folder / "cut", f"{__name__}:dying", **again)
+    value, curve_again, weights_again = train(folder / "cut", f"{__name__}:dying", **again)
     steps = -1 - LEFT[0]
     assert 0 < steps < TINY["steps"], f"{steps} steps were made after the kill"  # it went on, and wasn't done
     assert {**value, "seconds": 0} == {**whole, "seconds": 0}

@@ -58,6 +58,9 @@ SYSTEMS: tuple[System, ...] = (
         "NeurIPS 2025",
         "no arXiv id known",
         "Fine-tunes one block at a time and cheaply updates the others in the same backward pass.",
+        extras=("train",),
+        status="works",
+        study="gnomon.studies.bread",
     ),
     System(
         "numuon",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from gnomon.core.data import Split
     from gnomon.core.models import Loaded
+    from gnomon.core.train import BatchSource, TrainConfig
     from gnomon.lab.engine import Handle
 
     Rows = Sequence[Tensor]
@@ -183,13 +184,10 @@ def pretrain(
     Returns:
         final loss, λ and costs. The model lies in `model/`, unless its entrant says otherwise.
     """
-    import dataclasses
-
     import torch
 
     from gnomon.core import data as texts
-    from gnomon.core.models import save
-    from gnomon.core.train import Step, TrainConfig, schedule_factor, train
+    from gnomon.core.train import TrainConfig, schedule_factor
 
     loaded = load(model, scratch=scratch, dtype="float32")
     learnt, held_out = streams(loaded, data)
@@ -207,37 +205,109 @@ def pretrain(
     decay = weight_decay
     if summed_decay is not None:
         decay = summed_decay / (lr * sum(schedule_factor(config, t) for t in range(steps)))
-    made = load_rival(make)(loaded.model, lr=lr, weight_decay=decay, total_steps=steps, **{**(options or {})})
-    entrant = made if isinstance(made, Entrant) else Entrant(made)
-    numbers = entrant.numbers or sum(p.numel() for p in loaded.model.parameters() if p.requires_grad)
-    batches = texts.Batches(learnt, batch=batch, length=length, generator=torch.Generator().manual_seed(seed))
+    entrant = enter(make, loaded.model, lr=lr, weight_decay=decay, total_steps=steps, options=options)
     some = rows(held_out, length, CURVE_WINDOWS)
-    at = {round(steps * i / points) for i in range(1, points + 1)}
-    watched = [entrant.watch, *([load_rival(watch)] if watch else [])]
-    tags = {"lr": lr} | ({} if summed_decay is None else {"summed decay": summed_decay})
+    task = Task(
+        texts.Batches(learnt, batch=batch, length=length, generator=torch.Generator().manual_seed(seed)),
+        glance=lambda network: loss_of(network, some),
+        judge=lambda network: loss_of(network, rows(held_out, length, windows)),
+    )
+    _, value = fit(
+        ctx,
+        loaded,
+        entrant,
+        task,
+        config,
+        method=method,
+        points=points,
+        tags={"lr": lr} | ({} if summed_decay is None else {"summed decay": summed_decay}),
+        watch=[load_rival(watch)] if watch else [],
+    )
+    return {**value, "decay": decay}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt, and how a model is judged by it."""
+
+    batches: BatchSource
+    glance: Callable[[nn.Module], float]
+    """The loss at a point of the learning curve."""
+    judge: Callable[[nn.Module], float]
+    """The loss in the end."""
+
+
+def enter(
+    make: str,
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    total_steps: int,
+    options: Mapping[str, Any] | None = None,
+) -> Entrant:
+    """The competitor of a factory `module:function`, ready to train."""
+    made = load_rival(make)(
+        model, lr=lr, weight_decay=weight_decay, total_steps=total_steps, **{**(options or {})}
+    )
+    return made if isinstance(made, Entrant) else Entrant(made)
+
+
+def fit(
+    ctx: StageContext,
+    loaded: Loaded,
+    entrant: Entrant,
+    task: Task,
+    config: TrainConfig,
+    *,
+    method: str,
+    points: int,
+    tags: Mapping[str, Any],
+    watch: Sequence[Callable[[nn.Module], Mapping[str, float]]] = (),
+    keep: bool = True,
+) -> tuple[nn.Module, dict[str, float]]:
+    """Train a competitor inside a stage: learning curve, resume, final loss.
+
+    Args:
+        points: of the learning curve, evenly spaced.
+        tags: of the curve's records.
+        watch: functions from the model to numbers by name, beside the entrant's own.
+        keep: the model is saved in `model/`, if its entrant agrees.
+
+    Returns:
+        the model that was judged; its loss and what it cost.
+    """
+    import dataclasses
+
+    from gnomon.core.models import save
+    from gnomon.core.train import Step, train
+
+    numbers = entrant.numbers or sum(p.numel() for p in loaded.model.parameters() if p.requires_grad)
+    at = {round(config.steps * i / points) for i in range(1, points + 1)}
+    watched = [entrant.watch, *watch]
 
     def look() -> dict[str, float]:
         return {name: value for one in watched for name, value in one(loaded.model).items()}
 
     def on_step(done: Step) -> None:
         if done.step in at and ctx.first:
-            for metric, value in {"loss": loss_of(loaded.model, some), **look()}.items():
+            for metric, value in {"loss": task.glance(loaded.model), **look()}.items():
                 ctx.record(
                     method=method, metric=metric + CURVE, value=value, tags={**tags, "step": done.step}
                 )
 
-    spent = train(loaded.model, batches, entrant.optimizer, config, resume=ctx, on_step=on_step)
+    spent = train(loaded.model, task.batches, entrant.optimizer, config, resume=ctx, on_step=on_step)
     last = {f"last {name}": value for name, value in look().items()}
+    left = state_bytes(entrant.optimizer)  # before finishing, which may drop it
     judged = dataclasses.replace(loaded, model=entrant.finish(loaded.model))
-    if ctx.first and entrant.keep:
+    if keep and entrant.keep and ctx.first:
         save(judged, ctx.dir / "model")
-    return {
-        "loss": loss_of(judged.model, rows(held_out, length, windows)),
-        "decay": decay,
+    return judged.model, {
+        "loss": task.judge(judged.model),
         "tokens": spent.tokens,
         "seconds": spent.seconds,
         "trained numbers": numbers,
-        "state bytes": state_bytes(entrant.optimizer),
+        "state bytes": left,
         **last,
     }
 
