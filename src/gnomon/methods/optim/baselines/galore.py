@@ -49,7 +49,7 @@ def projector(g: Float[Tensor, "m n"], rank: int, side: str) -> Float[Tensor, "d
     wide = g.to(torch.promote_types(g.dtype, torch.float32))
     u, _, vh = torch.linalg.svd(wide, full_matrices=False)
     p: Tensor = (u if side == "left" else vh.mT)[:, :rank]
-    return p.to(g.dtype).contiguous()
+    return p.to(g.dtype).clone(memory_format=torch.contiguous_format)  # not a view of the whole factor
 
 
 def project(g: Float[Tensor, "m n"], p: Float[Tensor, "d r"], side: str) -> Float[Tensor, "a b"]:
