@@ -107,7 +107,7 @@ def test_python_m_gnomon_is_the_command() -> None:
         (["run", "tlcm", "-o", "a=1", "-o", "a=2"], "-o gives 'a' twice: '1' and '2'."),
         (["run", "tlcm", "--with", "mine"], "--with takes NAME=MODULE:FACTORY, got 'mine'."),
         (["run", "tlcm", "--jobs", "0"], "--jobs must be at least 1, got 0."),
-        (["cp", "numuon"], "numuon is planned and has no study yet."),
+        (["cp", "saga"], "saga is planned and has no study yet."),
     ],
 )
 def test_misuse_says_what_is_wrong_and_exits_with_2(

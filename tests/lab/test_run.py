@@ -134,7 +134,7 @@ def test_own_sources_are_the_study_and_what_it_imports_beside_it(tmp_path):
     ("study", "arguments", "message"),
     [
         ("tlcmm", {}, "'tlcm'"),
-        ("numuon", {}, "planned"),
+        ("saga", {}, "planned"),
         ("no/such.py", {}, "does not exist"),
         (TOY, {"profile": "smok"}, "'smoke'"),
         (TOY, {"overrides": {"step": "3"}}, "'steps'"),

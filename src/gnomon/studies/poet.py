@@ -79,7 +79,7 @@ class POETStudy(PretrainingStudy):
             "rivals_run": (ADAMW, SAME_START, "muon", "galore", "lora", "oft"),
             "variants": ("poet-bs", "poet-bs-exact", "poet-bs-k2", "poet-fs"),
             "rates": (0.001, 0.003, 0.01),
-            "steps": 400,
+            "steps": 300,
             "points": 20,
         },
         "gpu": {
