@@ -1,5 +1,5 @@
-"""Checks of MGLU's Triton kernels, run by test_mglu_kernels.py in a process of their own: Triton reads TRITON_INTERPRET once,
-when kernels are defined. On a machine with a GPU the same checks run compiled."""
+"""Checks of MGLU's Triton kernels, run by test_mglu_kernels.py in a process of their own: Triton reads
+TRITON_INTERPRET once, when kernels are defined. On a machine with a GPU the same checks run compiled."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_without_a_library_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -
     x, w, planes = operands(40, 10, 24, 2)
     before = flash_mglu(x, w, planes, 2, backend="torch")
     native.why_not.cache_clear()
-    mglu.forget()
+    choosing.forget()
     monkeypatch.setattr(native, "_opened", lambda: (None, "no compiler here"))
     try:
         assert torch.equal(flash_mglu(x, w, planes, 2), before)
@@ -288,7 +288,7 @@ def test_without_a_library_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -
             flash_mglu(x, w, planes, 2, backend="cpu")
     finally:
         native.why_not.cache_clear()
-        mglu.forget()
+        choosing.forget()
 
 
 # ------------------------------------------------------------------------------------------- elsewhere
@@ -330,10 +330,10 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("gnomon_mglu", "gnomon_glu"):
         getattr(opened, name).argtypes = native._SIGNATURES[name]
     monkeypatch.setattr(native, "_opened", lambda: (opened, ""))
-    for cache in (native.why_not.cache_clear, choosing.forget, mglu.forget):
+    for cache in (native.why_not.cache_clear, choosing.forget):
         cache()
     yield
-    for cache in (native.why_not.cache_clear, choosing.forget, mglu.forget):
+    for cache in (native.why_not.cache_clear, choosing.forget):
         cache()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -66,7 +67,19 @@ def choose(kernel: str, device: str, impl: str, triton: WhyNot, *, lacks: tuple[
     raise AssertionError("the reference always runs")
 
 
-_remembered = functools.lru_cache(maxsize=None)(choose)  # the machine doesn't change
+_caches: list[Callable[[], None]] = []
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def remembered(question: Callable[P, T]) -> Callable[P, T]:
+    """A question about the machine, asked once: the machine doesn't change. See :func:`forget`."""
+    asked = functools.cache(question)
+    _caches.append(asked.cache_clear)
+    return asked  # type: ignore[return-value]
+
+
+_remembered = remembered(choose)
 
 
 def matrix_vector(kernel: str, device: str, dtype: torch.dtype, impl: str) -> Choice:
@@ -85,4 +98,5 @@ def _no_triton() -> str | None:
 
 def forget() -> None:
     """Ask anew: for tests that change what the machine seems to have."""
-    _remembered.cache_clear()
+    for clear in _caches:
+        clear()

@@ -7,14 +7,12 @@ loop: what this one is compared with.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from ...core.errors import UsageError, unknown
 from .. import launch, native
-from ..choosing import Choice, choose
+from ..choosing import Choice, choose, remembered
 from ..tracing import is_plain, is_traced, is_transformed
 from . import cpu, reference
 from .planes import MOST_MASKS, width
@@ -42,7 +40,7 @@ def choice(
     return _choice(device, dtype, weight, backend)
 
 
-@functools.cache
+@remembered
 def _choice(device: str, dtype: torch.dtype, weight: torch.dtype, backend: str) -> Choice:
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
@@ -61,11 +59,6 @@ def _choice(device: str, dtype: torch.dtype, weight: torch.dtype, backend: str) 
         except UsageError as error:
             reasons[isa] = str(error)
     raise UsageError(reasons["scalar"])
-
-
-def forget() -> None:
-    """Ask anew: for tests that change what the machine seems to have."""
-    _choice.cache_clear()
 
 
 def flash_mglu(
