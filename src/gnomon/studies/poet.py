@@ -62,7 +62,7 @@ class POETStudy(PretrainingStudy):
             "seeds": (0,),
             "rivals_run": (ADAMW, SAME_START, "muon", "galore", "lora", "oft"),
             "variants": ("poet-bs", "poet-bs-exact", "poet-bs-k2", "poet-fs"),
-            "rates": (0.001, 0.003),
+            "rates": (0.003,),
             "blocks": (2, 4, 8),
             "merge_interval": 2,
             "rank": 2,
