@@ -25,6 +25,7 @@ import torch
 from common import Report, Work, cores, parser_of, ratio, run, table
 from torch import Tensor, nn
 
+from gnomon.core.memory import state_bytes
 from gnomon.core.timing import threads_set
 from gnomon.methods.optim.numuon import BACK_ENDS, Muon, NuMuon, RankSchedule, newton_schulz, top_k
 
@@ -80,12 +81,6 @@ def check(report: Report, shapes: Sequence[tuple[int, int]]) -> None:
                     f"{far:.0e}; share of the best value at r = .25, .5, .9: {told}",
                 )
     report.check("Newton-Schulz of zero is zero", not bool(newton_schulz(torch.zeros(3, 2)).any()))
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of all tensors that it keeps between steps."""
-    tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    return sum(v.untyped_storage().nbytes() for v in tensors)
 
 
 def at_step(optimizer: NuMuon, t: int) -> None:

@@ -8,12 +8,11 @@ so that the rank is all that differs, and on bfloat16 bit for bit what `torch.op
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
-from gnomon.methods.optim.numuon import MuonWithAdamW, RankSchedule, split_muon_params
+from gnomon.methods.optim.numuon import MuonWithAdamW, RankSchedule
+from gnomon.studies import pretraining
 
 BETAS = (0.9, 0.95)
 PIECES = ((0.0, 1.0), (0.35, 0.5), (0.6, 0.25))
@@ -30,12 +29,7 @@ OPTIMIZERS = {
 
 def adamw(model: nn.Module, *, lr: float, weight_decay: float, total_steps: int) -> torch.optim.Optimizer:
     """AdamW on all parameters; decay on the hidden matrices."""
-    hidden, other = split_muon_params(model)
-    groups: list[dict[str, Any]] = [
-        {"params": [p for _, p in hidden], "weight_decay": weight_decay},
-        {"params": [p for _, p in other], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=lr, betas=BETAS)
+    return pretraining.adamw(model, lr=lr, weight_decay=weight_decay, betas=BETAS)
 
 
 def muon(model: nn.Module, *, lr: float, weight_decay: float, total_steps: int) -> torch.optim.Optimizer:

@@ -25,6 +25,7 @@ from gnomon.methods.optim.poet import (
     record_spectra,
     spectrum_report,
 )
+from gnomon.studies import pretraining
 from gnomon.studies.pretraining import Entrant
 
 BETAS = (0.9, 0.999)
@@ -40,7 +41,9 @@ ENTRANTS = {
 
 def adamw(model: nn.Module, *, lr: float, weight_decay: float, total_steps: int) -> Entrant:
     """AdamW on all weights, from the model's usual initial ones."""
-    return Entrant(_adamw(model, lr, weight_decay), watch=watch_spectra(model))
+    return Entrant(
+        pretraining.adamw(model, lr=lr, weight_decay=weight_decay, betas=BETAS), watch=watch_spectra(model)
+    )
 
 
 def adamw_normalized(model: nn.Module, *, lr: float, weight_decay: float, total_steps: int) -> Entrant:
@@ -51,7 +54,9 @@ def adamw_normalized(model: nn.Module, *, lr: float, weight_decay: float, total_
                 continue
             weight: torch.Tensor = layer.weight  # type: ignore[assignment]
             weight.copy_(initial_weight(weight, "normalized", None))
-    return Entrant(_adamw(model, lr, weight_decay), watch=watch_spectra(model))
+    return Entrant(
+        pretraining.adamw(model, lr=lr, weight_decay=weight_decay, betas=BETAS), watch=watch_spectra(model)
+    )
 
 
 def muon(model: nn.Module, *, lr: float, weight_decay: float, total_steps: int) -> Entrant:
@@ -138,15 +143,6 @@ def watch_spectra(model: nn.Module) -> Callable[[nn.Module], Mapping[str, float]
         return found | ({"orthogonality error": max(live)} if live else {})
 
     return watch
-
-
-def _adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    hidden, other = split_muon_params(model)
-    groups: list[dict[str, Any]] = [
-        {"params": [p for _, p in hidden], "weight_decay": weight_decay},
-        {"params": [p for _, p in other], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=lr, betas=BETAS)
 
 
 def _adapted(model: nn.Module, config: Any, lr: float) -> Entrant:

@@ -279,6 +279,7 @@ def fit(
     """
     import dataclasses
 
+    from gnomon.core.memory import state_bytes
     from gnomon.core.models import save
     from gnomon.core.train import Step, train
 
@@ -312,12 +313,20 @@ def fit(
     }
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of all tensors that an optimizer keeps between steps."""
+def adamw(
+    model: nn.Module, *, lr: float, weight_decay: float, betas: tuple[float, float]
+) -> torch.optim.AdamW:
+    """AdamW on all parameters, with decay on the hidden matrices only: the baseline of studies of optimizers."""
     import torch
 
-    tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    from gnomon.methods.optim.numuon import split_muon_params
+
+    hidden, other = split_muon_params(model)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for _, p in hidden], "weight_decay": weight_decay},
+        {"params": [p for _, p in other], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=betas)
 
 
 def budget(trained: Done, trials: int) -> dict[str, float]:

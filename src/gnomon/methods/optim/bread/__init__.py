@@ -35,10 +35,12 @@ Notation: D blocks, K steps a turn, J the matrices that are expanded, r a rank.
 
 from typing import TYPE_CHECKING, Any
 
+from gnomon.core.memory import state_bytes
+
 from .blocks import Block, Partition, Turns, make_blocks
 from .expansion import PRESETS, LoRAExpansion, SGDExpansion, preset, sgd_update_, stochastic_round
 from .landscape import frozen_optimum, rank_one_expansion
-from .memory import METHODS, PeakMemory, estimate_memory, measure_peak, state_bytes
+from .memory import METHODS, PeakMemory, estimate_memory, measure_peak
 from .optimizer import BlockOptimizer
 from .work import BackwardWork, backward_work
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gnomon.core.errors import UsageError, unknown
+from gnomon.core.memory import state_bytes
 
 from .blocks import Kind, make_blocks
 from .expansion import PRESETS, linears_of, pick_targets
@@ -86,19 +87,6 @@ def skeleton(config: Any) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of an optimizer's state, each storage counted once; masters count, weights and gradients don't."""
-    return tensor_bytes(
-        t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)
-    )
-
-
-def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of distinct storages, each counted once."""
-    storages = [t.untyped_storage() for t in tensors]
-    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 @dataclass

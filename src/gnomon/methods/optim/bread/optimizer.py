@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from gnomon.core.errors import NumericalFailure, UsageError
 from gnomon.core.layers import decoder_stack
+from gnomon.core.memory import state_bytes, tensor_bytes
 
 from .blocks import Block, Kind, Order, Turns, make_blocks
 from .checks import MARK, check_autocast, check_model, check_options, check_reentrant, check_unwrapped
 from .expansion import Adapters, Expansion, LoRAExpansion, SGDExpansion, linears_of, pick_targets
 from .inner import MasteredOptimizer, require_base
-from .memory import state_bytes, tensor_bytes
 from .on_the_fly import OnTheFly, sparse
 from .ranks import average_, copy_from_first, from_first, launched, world_size
 
