@@ -37,23 +37,7 @@ struct MaskedSums {
   }
 };
 
-template <int B>
-struct PairSums {
-  Acc sum[2][B];
-  template <int S, class Row>
-  GNOMON_INLINE void add(const Row& row, const X* x, int64_t stride) {
-    const V g = load(row.gate + S * STEP), v = load(row.value + S * STEP);
-    for (int b = 0; b < B; b++) {
-      sum[0][b].template add<S>(g, x + b * stride + S * STEP);
-      sum[1][b].template add<S>(v, x + b * stride + S * STEP);
-    }
-  }
-  GNOMON_INLINE float total(int k, int b) const { return sum[k][b].total(); }
-};
-
-inline void prepare_x(const void* x, int64_t from, int64_t columns, int dtype, X* to, int64_t stride) {
-  prepare(x, from, columns, dtype, to, stride);
-}
+#include "pair.inc"
 #include "formats.inc"
 #include "mglu.inc"
 }  // namespace scalar
@@ -108,23 +92,7 @@ struct MaskedSums {
   }
 };
 
-template <int B>
-struct PairSums {
-  Acc sum[2][B];
-  template <int S, class Row>
-  GNOMON_INLINE void add(const Row& row, const X* x, int64_t stride) {
-    const V g = load(row.gate + S * STEP), v = load(row.value + S * STEP);
-    for (int b = 0; b < B; b++) {
-      sum[0][b].template add<S>(g, x + b * stride + S * STEP);
-      sum[1][b].template add<S>(v, x + b * stride + S * STEP);
-    }
-  }
-  GNOMON_INLINE float total(int k, int b) const { return sum[k][b].total(); }
-};
-
-inline void prepare_x(const void* x, int64_t from, int64_t columns, int dtype, X* to, int64_t stride) {
-  prepare(x, from, columns, dtype, to, stride);
-}
+#include "pair.inc"
 #include "formats.inc"
 #include "mglu.inc"
 }  // namespace avx2
@@ -231,23 +199,7 @@ struct MaskedSums {
   }
 };
 
-template <int B>
-struct PairSums {
-  Acc sum[2][B];
-  template <int S, class Row>
-  GNOMON_INLINE void add(const Row& row, const X* x, int64_t stride) {
-    const V g = load(row.gate + S * STEP), v = load(row.value + S * STEP);
-    for (int b = 0; b < B; b++) {
-      sum[0][b].template add<S>(g, x + b * stride + S * STEP);
-      sum[1][b].template add<S>(v, x + b * stride + S * STEP);
-    }
-  }
-  GNOMON_INLINE float total(int k, int b) const { return sum[k][b].total(); }
-};
-
-inline void prepare_x(const void* x, int64_t from, int64_t columns, int dtype, X* to, int64_t stride) {
-  prepare(x, from, columns, dtype, to, stride);
-}
+#include "pair.inc"
 #include "formats.inc"
 #include "mglu.inc"
 }  // namespace avx512_bf16
