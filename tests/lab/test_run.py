@@ -23,8 +23,10 @@ from gnomon.lab.provenance import own_sources
 from gnomon.lab.records import comparable, read_records
 from gnomon.lab.result import load_result
 from gnomon.lab.run import find_study, run_name
+from gnomon.systems import SYSTEMS
 
 TOY = str(Path(__file__).with_name("toy.py"))
+PLANNED = next(system.slug for system in SYSTEMS if system.status == "planned")
 
 
 @pytest.fixture
@@ -134,7 +136,7 @@ def test_own_sources_are_the_study_and_what_it_imports_beside_it(tmp_path):
     ("study", "arguments", "message"),
     [
         ("tlcmm", {}, "'tlcm'"),
-        ("saga", {}, "planned"),
+        (PLANNED, {}, "planned"),
         ("no/such.py", {}, "does not exist"),
         (TOY, {"profile": "smok"}, "'smoke'"),
         (TOY, {"overrides": {"step": "3"}}, "'steps'"),
