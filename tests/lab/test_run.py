@@ -303,6 +303,7 @@ from gnomon.lab.ranks import Ranks
 late, finished = int(os.environ["RANK"]), run._finished
 run._finished = lambda folder: (time.sleep(late), finished(folder))[1]
 result = gnomon.run(sys.argv[1], runs=sys.argv[2])
+Ranks.from_environment().wait()  # until the other one has read its result, too
 if not late:
     (result.dir / "result.json").unlink()  # as after a kill before the last step: all that is left takes no time
 Ranks.from_environment().wait()

@@ -7,6 +7,7 @@ the `done.json` that rank 0 has just written and skip what rank 0 is waiting in.
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 from typing import Self, TypeVar
@@ -32,6 +33,7 @@ class Ranks:
 
         if not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+            atexit.register(_leave)  # threads of a group that is left open can abort the process as it ends
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return cls(dist.get_rank(), dist.get_world_size())
@@ -57,3 +59,10 @@ class Ranks:
             import torch.distributed as dist
 
             dist.barrier()
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
