@@ -314,12 +314,15 @@ def test_sigkill_and_the_same_command_again_give_equal_records(make_lab, tmp_pat
     process.send_signal(signal.SIGKILL)
     process.wait()
     again = make_lab("killed", steps=6, log=str(log), jobs=jobs)
-    assert [k for k in again.stages if again.store.done(k) is None], "nothing was left to do"
+    left = [stage for key, stage in again.stages.items() if again.store.done(key) is None]
+    assert left, "nothing was left to do"
     again.execute()
     assert comparable(again.records()) == comparable(straight.records())
     assert f"resumed {seed} at 4" in log_lines(log), "the killed stage began anew"
     counters = [line for line in log_lines(log) if line.startswith("counter")]
-    assert sorted(counters) == ["counter 0", "counter 1", "counter 2"], "a finished stage ran twice"
+    assert set(counters) == {"counter 0", "counter 1", "counter 2"}
+    unfinished = {f"counter {stage.seed}" for stage in left if stage.name == "counter"}  # beside the held one too
+    assert all(counters.count(one) == 1 for one in set(counters) - unfinished), "a finished stage ran twice"
 
 
 def test_workers_die_with_their_parent(tmp_path):
