@@ -321,7 +321,9 @@ def test_sigkill_and_the_same_command_again_give_equal_records(make_lab, tmp_pat
     assert f"resumed {seed} at 4" in log_lines(log), "the killed stage began anew"
     counters = [line for line in log_lines(log) if line.startswith("counter")]
     assert set(counters) == {"counter 0", "counter 1", "counter 2"}
-    unfinished = {f"counter {stage.seed}" for stage in left if stage.name == "counter"}  # beside the held one too
+    unfinished = {
+        f"counter {stage.seed}" for stage in left if stage.name == "counter"
+    }  # beside the held one too
     assert all(counters.count(one) == 1 for one in set(counters) - unfinished), "a finished stage ran twice"
 
 

@@ -11,6 +11,7 @@ from family_models import tiny_family
 from torch import Tensor
 
 from gnomon.core.errors import UsageError
+from gnomon.methods.compress.calibration import mean_nll, require_calib
 from gnomon.methods.compress.lowrank import (
     DobiConfig,
     IncrementalPCA,
@@ -26,7 +27,6 @@ from gnomon.methods.compress.lowrank import (
     shapes,
     truncate,
 )
-from gnomon.methods.compress.lowrank.calibrate import mean_nll, require_calib
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

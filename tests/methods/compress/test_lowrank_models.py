@@ -14,6 +14,7 @@ from family_models import tiny_family
 from torch import Tensor, nn
 
 from gnomon.core.errors import NumericalFailure, UsageError
+from gnomon.methods.compress.calibration import mean_nll, require_calib
 from gnomon.methods.compress.lowrank import (
     CONFIGS,
     METHODS,
@@ -34,7 +35,6 @@ from gnomon.methods.compress.lowrank import (
     svd_factors,
     to_dense,
 )
-from gnomon.methods.compress.lowrank.calibrate import mean_nll, require_calib
 
 
 def ids(rows: int = 4, length: int = 20, seed: int = 0) -> Tensor:

@@ -28,8 +28,9 @@ Shapes: W is m × n (outputs × inputs) and becomes A B, A m × k, B k × n; q =
 5
 """
 
+from ..calibration import Calib, LayerStats
 from .asvd import search_ranks, sensitivities
-from .calibrate import Calib, LayerStats, calibrate
+from .calibrate import calibrate
 from .compress import CONFIGS, METHODS, compress_lowrank
 from .config import ASVDConfig, DobiConfig, LoraUpdate, SVDConfig, SVDLLMConfig
 from .dobi import dobi_bases, dobi_ranks, learn_positions

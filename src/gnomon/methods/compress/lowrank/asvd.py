@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .calibrate import Batch, mean_nll
+from ..calibration import Batch, mean_nll, state_kept
 from .config import ASVDConfig
 from .factors import factor_asvd, rank_for
-from .layers import state_kept
 from .ranks import require_reachable, sensitivity_ranks
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from gnomon.core.errors import UsageError, unknown
 from gnomon.core.layers import unwrap
 
+from ..calibration import Batch, Calib, gather, require_calib
 from .asvd import search_ranks
-from .calibrate import Batch, Calib, gather, require_calib
 from .config import ASVDConfig, DobiConfig, SVDConfig, SVDLLMConfig
 from .dobi import dobi_bases, dobi_ranks, learn_positions
 from .factors import asvd_scale, factor_asvd, factor_svd, factor_svd_llm, require_keep

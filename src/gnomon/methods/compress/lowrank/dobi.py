@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from gnomon.core.errors import NumericalFailure
 
-from .calibrate import Batch, mean_nll, real_positions
+from ..calibration import Batch, mean_nll, real_positions, state_kept
 from .config import DobiConfig
 from .gate import gate, right_vectors, truncate
-from .layers import state_kept
 from .pca import IncrementalPCA
 from .ranks import Shapes, budget_ranks
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 
@@ -78,23 +75,6 @@ def replace(model: nn.Module, name: str, a: Tensor, b: Tensor) -> LowRankLinear:
     parent, _, leaf = name.rpartition(".")
     setattr(root.get_submodule(parent), leaf, new)
     return new
-
-
-@contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and frozen parameters inside the block; each gets its own mode and requires_grad back."""
-    modes = [(module, module.training) for module in model.modules()]
-    grads = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    model.eval()
-    for parameter, _ in grads:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for parameter, needed in grads:
-            parameter.requires_grad_(needed)
 
 
 def _refuse_compressed(model: nn.Module) -> None:

@@ -16,9 +16,8 @@ from torch.nn.utils import parametrize
 from gnomon.core.errors import UsageError
 from gnomon.core.train import TrainConfig, train
 
-from .calibrate import Batch, Calib, require_calib
+from ..calibration import Batch, Calib, require_calib, state_kept
 from .config import LoraUpdate
-from .layers import state_kept
 from .linear import LowRankLinear
 
 
