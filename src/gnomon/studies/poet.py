@@ -31,12 +31,12 @@ class POETStudy(PretrainingStudy):
     """Competitors out of `ENTRANTS`; AdamW from both starts is always needed."""
     variants: tuple[str, ...] = (METHOD, EXACT)
     """Forms of POET: poet-bs, poet-bs-exact, poet-bs-k2, poet-fs."""
-    rates: tuple[float, ...] = (0.001, 0.003, 0.01)
-    blocks: tuple[int, ...] = (8, 16, REFERENCE_BLOCK)
+    rates: tuple[float, ...] = (0.003, 0.01)
+    blocks: tuple[int, ...] = (16, REFERENCE_BLOCK)
     """Block sizes that are compared, smallest first; the last is that of the method."""
     fraction: float = 0.5
     """Of the fully stochastic form."""
-    merge_interval: int = 50
+    merge_interval: int = 25
     forward: str = "weight"
     weight_decay: float = 0.01
     """Of AdamW and rivals; POET has none on rotations."""
@@ -48,6 +48,8 @@ class POETStudy(PretrainingStudy):
     """Steps of one projector of GaLore."""
     schedule: str = "cosine"
     warmup: float = 0.05
+    steps: int = 100
+    batch: int = 4
     timed_steps: int = 15
 
     slug: ClassVar[str] = "poet"
@@ -79,12 +81,16 @@ class POETStudy(PretrainingStudy):
             "rivals_run": (ADAMW, SAME_START, "muon", "galore", "lora", "oft"),
             "variants": ("poet-bs", "poet-bs-exact", "poet-bs-k2", "poet-fs"),
             "rates": (0.001, 0.003, 0.01),
+            "blocks": (8, 16, REFERENCE_BLOCK),
+            "merge_interval": 50,
+            "batch": 8,
             "steps": 300,
             "points": 20,
         },
         "gpu": {
             "model": "./llama-60m",  # a folder with config.json and a tokenizer; weights are drawn anew
             "data": "./c4",
+            "rates": (0.001, 0.003, 0.01),
             "rivals_run": (ADAMW, SAME_START, "muon", "galore", "lora", "oft"),
             "variants": ("poet-bs", "poet-bs-exact", "poet-bs-k2", "poet-fs"),
             "blocks": (64, 128, 256),
