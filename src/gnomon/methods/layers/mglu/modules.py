@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from gnomon.core.errors import GnomonError, NumericalFailure, UsageError, unknown
 from gnomon.kernels.mglu import flash_mglu
-from gnomon.kernels.mglu.planes import code_of, pack, planes_of, width
+from gnomon.kernels.mglu.planes import by_rows, code_of, pack, planes_of, width
+from gnomon.kernels.tracing import is_traced
 
 from . import moeg
 from .config import MASKED, MGLUConfig, require_masks
@@ -187,7 +188,19 @@ class FrozenMGLULinear(nn.Module):
                 "This layer's masks are frozen, so it can't be trained. Call model.eval(), or go on with the model "
                 "from before freeze_masks."
             )
+        self._arrange()
         return flash_mglu(x, self.weight, self.planes, self.n_masks, act, routes=routes)
+
+    def _arrange(self) -> None:
+        """Once: planes as CPU kernels read them fastest; loaders put them in as they are stored."""
+        if self.layout == "planes" and self.mask_planes.device.type == "cpu" and not is_traced():
+            self.mask_planes = by_rows(self.mask_planes)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Stored is the order of the card, whatever it is in memory: files take contiguous tensors alone."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.layout == "planes":
+            destination[f"{prefix}mask_planes"] = destination[f"{prefix}mask_planes"].contiguous()
 
     def extra_repr(self) -> str:
         return (
