@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from gnomon.core.errors import NumericalFailure, UsageError
-from gnomon.core.layers import decoder_stack, unwrap
+from gnomon.core.layers import decoder_stack, is_conv1d, unwrap
 from gnomon.core.scoring import position_ids, token_nll
 
 Calib = Sequence[Tensor | Mapping[str, Tensor]]
@@ -139,7 +139,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
 def gather(
     model: nn.Module,
-    layers: Mapping[str, nn.Linear],
+    layers: Mapping[str, nn.Module],
     batches: Sequence[Batch],
     *,
     gram: bool = True,
@@ -158,7 +158,7 @@ def gather(
     """
     collector = _Collector(gram, device)
     hooks = [
-        layer.register_forward_pre_hook(collector.hook(name, layer.in_features, layer.weight.device))
+        layer.register_forward_pre_hook(collector.hook(name, *_inputs(layer)))
         for name, layer in layers.items()
     ]
     root = unwrap(model)
@@ -174,6 +174,12 @@ def gather(
         for hook in hooks:
             hook.remove()
     return collector.stats
+
+
+def _inputs(layer: nn.Module) -> tuple[int, torch.device]:
+    """Width of a linear map's inputs, and where its weight lies; `Conv1D` stores the transpose."""
+    weight = cast(Tensor, layer.weight)
+    return weight.shape[0 if is_conv1d(layer) else 1], weight.device
 
 
 def arguments(runner: nn.Module, batch: Batch) -> dict[str, Any]:
