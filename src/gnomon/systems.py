@@ -141,6 +141,8 @@ SYSTEMS: tuple[System, ...] = (
         "NeurIPS 2025",
         "no arXiv id known",
         "Estimates each parameter's Shapley value from one backward pass and a second-order term.",
+        status="works",
+        study="gnomon.studies.shapley",
     ),
     System(
         "tlcm",
