@@ -112,6 +112,8 @@ class ShapleyStudy(PretrainingStudy):
     adapt_ratio: float = 0.1
     """Rows that train, as a share of each layer's."""
     adapt_steps: int = 40
+    adapt_points: int = 4
+    """Looks at the model while it is adapted."""
     bits: tuple[int, ...] = JUDGED_BITS
     betas: tuple[float, ...] = (0.1, 0.5, 0.9)
     """The grid of Shapley-guided GPTQ; the paper's is .1, .3, .5, .7, .9."""
@@ -125,7 +127,7 @@ class ShapleyStudy(PretrainingStudy):
     real: str = ""
     """A pretrained model whose deletion curves are shown; empty: none."""
     real_probes: int = 16
-    real_windows: int = 16
+    real_windows: int = 8
 
     slug: ClassVar[str] = "shapley"
     sources: ClassVar[tuple[str, ...]] = ("model", "data", "domain", "timed", "real")
@@ -154,6 +156,7 @@ class ShapleyStudy(PretrainingStudy):
             "left_out": 8,
             "judged_windows": 8,
             "adapt_steps": 2,
+            "adapt_points": 1,
             "betas": (0.5,),
             "dampings": (0.01,),
             "timed": "tiny:llama-10k",
@@ -244,7 +247,14 @@ class ShapleyStudy(PretrainingStudy):
             "probes": 16 if self.players > 8 else 2,
             "probe_length": 2,
         }
-        least |= {"left_out": 3, "judged_windows": 1, "adapt_steps": 1, "timed_batch": 1, "timed_length": 2}
+        least |= {
+            "left_out": 3,
+            "judged_windows": 1,
+            "adapt_steps": 1,
+            "adapt_points": 1,
+            "timed_batch": 1,
+            "timed_length": 2,
+        }
         for name, minimum in (least | {"repeats": 1, "real_probes": 1, "real_windows": 1}).items():
             if getattr(self, name) < minimum:
                 raise UsageError(f"{name} must be at least {minimum}, got {getattr(self, name)}.")
@@ -336,7 +346,7 @@ class ShapleyStudy(PretrainingStudy):
             "probes": self.probes,
             "windows": self.windows,
             "warmup": self.warmup,
-            "points": self.points,
+            "points": self.adapt_points,
         }
         for name in (*self.adapters, *self.rival_targets):
             make = {**makes, **SCORES, BOTTOM: SCORES[METHOD], ALL_ROWS: ""}[name]

@@ -446,6 +446,24 @@ def test_streaming_equals_one_batch_and_moving_average_is_unbiased():
     close(two.flat(), (0.7 * 0.3 * first + 0.3 * last) / (1 - 0.7**2))
 
 
+def test_processes_sum_what_they_saw(monkeypatch):
+    """Every collective call adds what another process with other batches would bring."""
+    model = tiny_family("llama", dtype=torch.float64)
+    batches = [ids(3), ids(2, seed=1)]
+    mine, other = (ModelShapley(model).fit([batch]) for batch in batches)
+    theirs = [torch.tensor([2.0, 1.0]).double(), *other._first.values(), *other._second.values()]
+
+    def added(value: Tensor, group: Any = None) -> None:
+        value.add_(theirs.pop(0))
+
+    monkeypatch.setattr("torch.distributed.all_reduce", added)
+    mine.all_reduce()
+    assert not theirs and mine.scores().n == 5
+    close(mine.scores().phi, ModelShapley(model).fit(batches).scores().phi)
+    with pytest.raises(UsageError, match="moving average"):
+        ModelShapley(model, ewma=0.5).all_reduce()
+
+
 def test_one_backward_pass_a_batch_and_no_weight_gradients():
     model = tiny_family("llama")
     passes = []

@@ -313,6 +313,25 @@ def test_all_chosen_is_plain_training_of_these_maps(name):
         assert torch.equal(masked[0].weight[~keep], w[~keep])
 
 
+def test_the_callback_serves_a_plain_loop():
+    pytest.importorskip("accelerate")
+    from gnomon.methods.compress.shapley import MaskedFineTuning
+
+    model = tiny_family("llama")
+    masks = drawn(model, "head", ratio=0.25)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    with MaskedFineTuning(masks).attach(model, optimizer):
+        steps(model, optimizer, 3)
+    name = "model.layers.0.self_attn.o_proj"
+    kept = masks.chosen["model.layers.0.self_attn"].repeat_interleave(4)
+    o_proj = model.get_submodule(name).weight
+    assert torch.equal(o_proj[:, ~kept], before[f"{name}.weight"][:, ~kept])
+    assert not bool((o_proj[:, kept] == before[f"{name}.weight"][:, kept]).any())
+    untouched = [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
+    assert {"model.norm.weight", "model.layers.0.self_attn.k_proj.weight"} <= set(untouched)
+
+
 def test_what_the_released_code_freezes():
     model = tiny_family("llama")
     masks = drawn(model, "row", ratio=0.1)

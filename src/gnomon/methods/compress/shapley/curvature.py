@@ -62,7 +62,7 @@ def unit_orders(
         scale: c_s.
     """
     rows = {
-        part_key(group, k): _sums(found, group, part)
+        part_key(group, k): _sums(found, group, part).to(weights)  # maps may lie on several devices
         for group in layout.groups
         for k, part in enumerate(group.parts)
     }
@@ -159,20 +159,20 @@ def parameter_orders(
         bias = sum_of([flow.delta.sum(1) for flow in flows]) if b is not None else None  # (B, out)
         values = {"weight": w * weighted_gradient(flows, weights)}
         if b is not None and bias is not None:
-            values["bias"] = b.detach().to(bias) * (weights @ bias)
+            values["bias"] = b.detach().to(bias) * (weights.to(bias) @ bias)
         curved = {key: torch.zeros_like(value) for key, value in values.items()}
         if curvature == "gram":
             curved["weight"] = gram_part(weighted_gradient(flows, weights), w)
         elif curvature == "fisher" and block == "unit":
             for s, g in enumerate(sequence_gradients(flows)):
-                curved["weight"] += weights[s] * scale[s] * (g * w).square() / 2
+                curved["weight"] += float(weights[s] * scale[s]) * (g * w).square() / 2
             if b is not None and bias is not None:
-                curved["bias"] = (weights * scale) @ (bias * b.detach().to(bias)).square() / 2
+                curved["bias"] = (weights * scale).to(bias) @ (bias * b.detach().to(bias)).square() / 2
         elif curvature == "fisher":
-            by = weights * scale * totals[_block_of(name, layout, block)]
+            by = weights * scale * totals[_block_of(name, layout, block)].to(weights)
             curved["weight"] = w * weighted_gradient(flows, by) / 2
             if b is not None and bias is not None:
-                curved["bias"] = b.detach().to(bias) * (by @ bias) / 2
+                curved["bias"] = b.detach().to(bias) * (by.to(bias) @ bias) / 2
         for leaf, value in values.items():
             turned = leaf == "weight" and is_conv1d(module)
             first[f"{name}.{leaf}"] = value.T if turned else value
@@ -201,7 +201,8 @@ def gram_orders(found: Collected, layout: Layout, weights: Float[Tensor, " B"]) 
             axis = 1 if part.axis == "row" else 0
             alone = (g * w).sum(axis, keepdim=True).view(1, -1)
             if layout.bias and part.axis == "row" and (b := getattr(module, "bias", None)) is not None:
-                alone = alone + (weights @ sum_of([f.delta.sum(1) for f in flows]) * b.detach().to(g))[None]
+                by_bias = weights.to(g) @ sum_of([f.delta.sum(1) for f in flows])
+                alone = alone + (by_bias * b.detach().to(g))[None]
             first[group.name] = pooled(alone, part, first[group.name].to(g))
             joint = gram_part(g, w).sum(axis, keepdim=True).view(1, -1)
             second[group.name] = pooled(joint, part, second[group.name].to(g))
@@ -236,7 +237,7 @@ def _parameter_blocks(found: Collected, layout: Layout, block: str) -> dict[Any,
             terms.append((flow.delta * (y if b is None else y + b.detach().to(y))).sum((1, 2)))
         key = _block_of(name, layout, block)
         total = sum_of(terms)
-        totals[key] = totals[key] + total if key in totals else total
+        totals[key] = totals[key] + total.to(totals[key]) if key in totals else total
     return totals
 
 
