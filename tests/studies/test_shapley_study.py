@@ -134,7 +134,7 @@ def test_every_score_is_one_of_its_own_and_its_high_end_is_worth_keeping(name):
 
     model = tiny()
     made = {
-        n: load_rival(make)(model, [ids()], units="row", generator=torch.Generator().manual_seed(0))
+        n: load_rival(make)(model, [ids()], units="mlp_neuron", generator=torch.Generator().manual_seed(0))
         for n, make in SCORES.items()
     }
     flat = made[name].flat().double()

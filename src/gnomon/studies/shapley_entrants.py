@@ -27,6 +27,7 @@ UNIT, GLOBAL, EXACT, ABSOLUTE = (
 )
 FIRST, PRINTED, PRINTED_ABSOLUTE = "first order", "printed sign", "printed sign, absolute"
 RELEASED, CACHED = "released code", "released code, cached"
+COLUMNS, EXACT_COLUMNS = "shapley, down columns", "shapley, exact Hessian, down columns"
 _HERE = "gnomon.studies.shapley_entrants"
 SCORES = {
     METHOD: f"{_HERE}:shapley",
@@ -34,6 +35,8 @@ SCORES = {
     GLOBAL: f"{_HERE}:shapley_global",
     EXACT: f"{_HERE}:shapley_exact",
     ABSOLUTE: f"{_HERE}:shapley_absolute",
+    COLUMNS: f"{_HERE}:shapley_columns",
+    EXACT_COLUMNS: f"{_HERE}:shapley_exact_columns",
     FIRST: f"{_HERE}:first_order",
     PRINTED: f"{_HERE}:printed",
     PRINTED_ABSOLUTE: f"{_HERE}:printed_absolute",
@@ -71,6 +74,19 @@ def shapley_exact(
     model: nn.Module, batches: Sequence[Tensor], *, units: Units, generator: torch.Generator
 ) -> ShapleyScores:
     return _model_shapley(model, batches, units, curvature="hvp")
+
+
+def shapley_columns(
+    model: nn.Module, batches: Sequence[Tensor], *, units: Units, generator: torch.Generator
+) -> ShapleyScores:
+    """A neuron's down column alone: its removal has the same effect, and the model is linear in it."""
+    return _model_shapley(model, batches, _columns(units))
+
+
+def shapley_exact_columns(
+    model: nn.Module, batches: Sequence[Tensor], *, units: Units, generator: torch.Generator
+) -> ShapleyScores:
+    return _model_shapley(model, batches, _columns(units), curvature="hvp")
 
 
 def shapley_absolute(
@@ -157,6 +173,20 @@ def _model_shapley(
     from gnomon.methods.compress.shapley import ModelShapley
 
     return ModelShapley(model, units, **options).fit(batches).scores()
+
+
+def _columns(units: Units) -> Units:
+    """The same units without their rows; units that are rows only stay as they are."""
+
+    def groups(model: nn.Module) -> Sequence[Group]:
+        from gnomon.methods.compress.shapley import layout_of
+
+        whole = layout_of(model, units).groups
+        if not any(part.axis == "column" for group in whole for part in group.parts):
+            return whole
+        return [replace(g, parts=tuple(p for p in g.parts if p.axis == "column")) for g in whole]
+
+    return groups
 
 
 def _absolute(scores: ShapleyScores) -> ShapleyScores:

@@ -6,6 +6,8 @@ Inferred: a head is a *query* head: its rows of the query projection, its column
        key and value rows where no other query head reads them. A layer is its linear maps; norms belong to nobody.
 Limits: mixtures of experts and fused query-key-value maps of unknown order are refused for heads and neurons.
        A neuron's gate and up rows may be fused as [gate; up] (Phi-3).
+       A neuron's three parts multiply each other: its removal is nearly cubic in them, and no quadratic form sees that.
+       Its down column alone has the same effect and is linear; a function of the model can make such units.
 
 A *row* is an output, a *column* an input: `nn.Linear` stores W (out, in), GPT-2's `Conv1D` its transpose.
 """
