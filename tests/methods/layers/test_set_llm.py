@@ -261,6 +261,18 @@ def test_cached_scores_are_those_of_one_pass(tiny, mode):
         torch.testing.assert_close(found, steps.gather(-1, torch.tensor(row)[:, None]).sum())
 
 
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_prompts_of_a_batch_change_nothing(tiny, attn):
+    model, tokenizer = tiny
+    model.set_attn_implementation(attn)
+    prompts = [PROMPT, SetPrompt(["Shorter:", Set([" a", " b"]), "?"]), PROMPT.reordered([(3, 2, 1, 0)])]
+    for mode in MODES:
+        reader = SetLLM(model, tokenizer, mode=mode)
+        alone = torch.stack([reader.score(p, OPTIONS) for p in prompts])
+        torch.testing.assert_close(reader.score_many(prompts, OPTIONS), alone, atol=1e-5, rtol=1e-5)
+    model.set_attn_implementation("sdpa")
+
+
 def test_two_sets_keep_their_own_elements(tiny):
     reader = SetLLM(*tiny)
     prompt = SetPrompt(["A:", Set([" x", " yy"]), " B:", Set([" z", " ww"]), " End:"])
@@ -507,9 +519,9 @@ def test_example_c():
     right = [[1, 1], [1, 0], [0, 0]]
     questions = [OrderQuestion(str(i), ("a", "b"), 0) for i in range(3)]
 
-    def scorer(question, order):
-        hit = right[int(question.before)][order[0]]
-        return (1.0, 0.0) if hit else (0.0, 1.0)
+    def scorer(question, orders):
+        hits = [right[int(question.before)][order[0]] for order in orders]
+        return [(1.0, 0.0) if hit else (0.0, 1.0) for hit in hits]
 
     found = order_sensitivity(scorer, questions)
     assert found.random_acc == 0.5 and found.adversarial_acc == pytest.approx(1 / 3)
@@ -518,7 +530,9 @@ def test_example_c():
 
 def test_one_that_takes_the_first_option_shows_it():
     questions = [OrderQuestion("q", tuple("abc"), 1)]
-    found = order_sensitivity(lambda q, order: [-order.index(i) for i in range(3)], questions, seed=3)
+    found = order_sensitivity(
+        lambda q, orders: [[-o.index(i) for i in range(3)] for o in orders], questions, seed=3
+    )
     assert (found.first_place, found.adversarial_acc) == (3.0, 0.0)
     assert found.random_acc == pytest.approx(1 / 3) and found.flip_prob == pytest.approx(2 / 3)
 
@@ -542,7 +556,9 @@ def test_refusals_of_questions():
     with pytest.raises(UsageError, match="no question"):
         order_sensitivity(lambda q, o: [], [])
     with pytest.raises(NumericalFailure, match="one number each"):
-        order_sensitivity(lambda q, o: [math.nan, 1.0], [OrderQuestion("q", ("a", "b"), 0)])
+        order_sensitivity(lambda q, o: [[math.nan, 1.0]] * len(o), [OrderQuestion("q", ("a", "b"), 0)])
+    with pytest.raises(NumericalFailure, match="0 rows"):
+        order_sensitivity(lambda q, o: [], [OrderQuestion("q", ("a", "b"), 0)])
 
 
 def test_set_llm_never_flips(tiny):

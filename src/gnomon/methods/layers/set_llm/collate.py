@@ -36,6 +36,7 @@ class SetCollator:
         *,
         model: nn.Module | None = None,
         mode: str = SET_LLM,
+        canonical: bool = False,
         bos: bool = True,
         eos: bool = True,
         max_length: int | None = None,
@@ -45,12 +46,13 @@ class SetCollator:
         Args:
             model: decides which kind of mask is made: boolean for sdpa (also without a model), additive for eager.
             mode: one of `MODES`.
+            canonical: sort the elements of sets, as in :func:`encode`.
             eos: end responses with the tokenizer's EOS, so that generation learns to stop.
             max_length: of prompt and response together; longer items are refused, since cutting would cut a set.
             dtype: of additive masks: that in which attention is computed.
         """
         self.tokenizer, self.rung, self.bos, self.eos = tokenizer, rung(mode), bos, eos
-        self.max_length, self.dtype = max_length, dtype
+        self.canonical, self.max_length, self.dtype = canonical, max_length, dtype
         self.eager = model is not None and attention_of(model) == "eager"
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -104,7 +106,9 @@ class SetCollator:
             raise UsageError(
                 f"prompt is a {type(prompt).__name__}; give a SetPrompt, or text with <set> markup."
             )
-        found = encode(prompt, self.tokenizer, bos=self.bos, positions=self.rung.positions)
+        found = encode(
+            prompt, self.tokenizer, bos=self.bos, canonical=self.canonical, positions=self.rung.positions
+        )
         if not found.ends_in_text:
             raise UsageError(
                 "A prompt ends in a set, so its last token depends on the order. End it with a text."

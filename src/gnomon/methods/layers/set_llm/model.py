@@ -6,7 +6,6 @@ so it goes through the model in one pass; the response is decoded from its cache
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -103,18 +102,6 @@ class SetLLM:
             return torch.zeros(1, count, dtype=torch.long, device=device)
         return torch.arange(of.next_position + first, of.next_position + first + count, device=device)[None]
 
-    def _prefill(self, of: SetEncoding) -> tuple[Any, Tensor]:
-        """The cache of a prompt, and the logits (V,) after it."""
-        device = next(self.model.parameters()).device
-        out = self.model(
-            input_ids=of.input_ids[None].to(device),
-            attention_mask=self._mask(of),
-            position_ids=of.position_ids[None].to(device),
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return out.past_key_values, out.logits[0, -1]
-
     # ------------------------------------------------------------------------------------------ scoring
 
     def score(self, prompt: SetPrompt, continuations: Sequence[str]) -> Float[Tensor, " C"]:
@@ -123,43 +110,96 @@ class SetLLM:
         Raises:
             UsageError: as :meth:`encode`; no continuation, or one without tokens; more tokens than positions.
         """
+        return self.score_many([prompt], continuations)[0]
+
+    def score_many(self, prompts: Sequence[SetPrompt], continuations: Sequence[str]) -> Float[Tensor, "P C"]:
+        """:meth:`score` of the same continuations after several prompts at once, such as all orders of a question."""
         rows = [self._tokens(text) for text in continuations]
-        if not rows:
-            raise UsageError("There is no continuation to score.")
-        of = self.encode(prompt)
+        if not rows or not prompts:
+            raise UsageError(
+                "There is no continuation to score." if prompts else "There is no prompt to go on from."
+            )
+        given = [self.encode(prompt) for prompt in prompts]
         longest = max(map(len, rows))
-        self._require_room(of, longest)
-        device = next(self.model.parameters()).device
+        for of in given:
+            self._require_room(of, longest)
         with evaluating(self.model):
-            cache, logits = self._prefill(of)
-            first = _log_softmax(logits)
-            sums = torch.stack([first[row[0]] for row in rows]).cpu()
+            cache, logits, real = self._prefill(given)
+            sums = _log_softmax(logits)[:, [row[0] for row in rows]].cpu()  # (P, C)
             if longest > 1:
-                cache = copy.deepcopy(cache)
-                cache.batch_repeat_interleave(len(rows))
-                ids = torch.zeros(len(rows), longest - 1, dtype=torch.long)
-                for i, row in enumerate(rows):
-                    ids[i, : len(row) - 1] = torch.tensor(row[:-1])
-                # Pads stand behind what is scored and causal rows don't look ahead, so they need no mask.
-                seen = torch.ones(longest - 1, len(of) + longest - 1, dtype=torch.bool).tril(len(of))
-                out = self.model(
-                    input_ids=ids.to(device),
-                    attention_mask=as_given(seen[None, None].to(device), self.model),
-                    position_ids=self._positions(of, 0, longest - 1),
-                    past_key_values=cache,
-                    use_cache=True,
-                )
-                later = _log_softmax(out.logits).cpu()
-                for i, row in enumerate(rows):
-                    steps = range(len(row) - 1)
-                    sums[i] += sum(
-                        (later[i, t, row[t + 1]] for t in steps), start=torch.zeros((), dtype=later.dtype)
-                    )
+                sums = sums + self._rest(given, rows, cache, real)
         return sums
 
-    def ask(self, question: OrderQuestion, order: Sequence[int]) -> list[float]:
-        """Log-likelihoods of a question's options written down in this order: a scorer for `order_sensitivity`."""
-        return [float(score) for score in self.score(question.prompt(order), question.options)]
+    def logits(self, prompts: Sequence[SetPrompt]) -> Float[Tensor, "P V"]:
+        """The next token's logits after each of several prompts."""
+        if not prompts:
+            raise UsageError("There is no prompt to go on from.")
+        with evaluating(self.model):
+            return self._prefill([self.encode(prompt) for prompt in prompts])[1]
+
+    def _prefill(self, given: Sequence[SetEncoding]) -> tuple[Any, Tensor, Tensor]:
+        """The cache of P prompts, padded on the left to N tokens; the logits (P, V) after them; real tokens (P, N)."""
+        device = next(self.model.parameters()).device
+        width = max(map(len, given))
+        ids, positions = (torch.zeros(len(given), width, dtype=torch.long) for _ in range(2))
+        sets, elements = (torch.full((len(given), width), -1) for _ in range(2))
+        for i, of in enumerate(given):
+            at = slice(width - len(of), width)
+            ids[i, at], positions[i, at] = of.input_ids, of.position_ids
+            sets[i, at], elements[i, at] = of.set_id, of.elem_id
+        real = sets >= 0
+        seen = set_attention_mask(sets, elements, 0, real, mask=self.rung.mask)
+        out = self.model(
+            input_ids=ids.to(device),
+            attention_mask=as_given(seen.to(device), self.model),
+            position_ids=positions.to(device),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.past_key_values, out.logits[:, -1], real
+
+    def _rest(
+        self,
+        given: Sequence[SetEncoding],
+        rows: Sequence[Sequence[int]],
+        cache: Any,
+        real: Bool[Tensor, "P N"],
+    ) -> Float[Tensor, "P C"]:
+        """What the tokens after the first one add, from the prompts' cache."""
+        device = next(self.model.parameters()).device
+        many, steps = len(rows), max(map(len, rows)) - 1
+        cache.batch_repeat_interleave(many)  # prompt by prompt, each with all continuations
+        ids = torch.zeros(len(given), many, steps, dtype=torch.long)
+        for i, row in enumerate(rows):
+            ids[:, i, : len(row) - 1] = torch.tensor(row[:-1])
+        positions = torch.cat([self._positions(of, 0, steps).expand(many, -1) for of in given])
+        # Pads behind a continuation stand after what is scored, and nothing looks ahead, so they need no mask.
+        causal = torch.ones(steps, steps, dtype=torch.bool).tril().expand(len(given), -1, -1)
+        seen = torch.cat([real[:, None].expand(-1, steps, -1), causal], -1)
+        seen = seen.repeat_interleave(many, 0)[:, None]
+        out = self.model(
+            input_ids=ids.flatten(0, 1).to(device),
+            attention_mask=as_given(seen.to(device), self.model),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits = _log_softmax(out.logits).cpu().view(len(given), many, steps, -1)
+        sums = torch.zeros(len(given), many, dtype=logits.dtype)
+        for i, row in enumerate(rows):
+            for t, token in enumerate(row[1:]):
+                sums[:, i] += logits[:, i, t, token]
+        return sums
+
+    def ask(
+        self, question: OrderQuestion, orders: Sequence[Sequence[int]], *, batch_size: int = 24
+    ) -> list[list[float]]:
+        """Log-likelihoods of a question's options in each of several orders: a scorer for `order_sensitivity`."""
+        found: list[list[float]] = []
+        for first in range(0, len(orders), batch_size):
+            prompts = [question.prompt(order) for order in orders[first : first + batch_size]]
+            found += self.score_many(prompts, question.options).tolist()
+        return found
 
     def _tokens(self, text: str) -> list[int]:
         found = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

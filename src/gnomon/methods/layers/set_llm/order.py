@@ -47,8 +47,8 @@ class OrderQuestion:
         return SetPrompt([self.before, Set(self.options).reordered(order), self.after])
 
 
-Scorer = Callable[[OrderQuestion, Sequence[int]], Sequence[float]]
-"""(question, order) -> one number for each of the question's options, in the question's own numbering."""
+Scorer = Callable[[OrderQuestion, Sequence[Sequence[int]]], Sequence[Sequence[float]]]
+"""(question, orders) -> for each order one number an option, in the question's own numbering."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +135,11 @@ def _asked(
     scorer: Scorer, question: OrderQuestion, orders: Sequence[tuple[int, ...]], tie: torch.Generator
 ) -> dict[str, float]:
     chosen, spread = [], []
-    for order in orders:
-        scores = [float(score) for score in scorer(question, order)]
+    found = scorer(question, orders)
+    if len(found) != len(orders):
+        raise NumericalFailure(f"{len(found)} rows of scores came back for {len(orders)} orders.")
+    for row in found:
+        scores = [float(score) for score in row]
         if len(scores) != len(question.options) or any(math.isnan(score) for score in scores):
             raise NumericalFailure(
                 f"Scores {scores} of {len(question.options)} options: one number each is needed."
