@@ -134,9 +134,9 @@ def frame_of(flip, drop, first, n=12):
             ("accuracy lost to the worst order", drop),
             ("share of choices of the first place", first),
         ):
-            value += 0.01 * (item % 3)
+            found = value + 0.01 * (item % 3)
             rows.append(
-                make_record(method="pretrained, causal+pe", metric=metric, value=value, item=item, seed=0)
+                make_record(method="pretrained, causal+pe", metric=metric, value=found, item=item, seed=0)
             )
     return frame(rows)
 
