@@ -218,7 +218,7 @@ class POETLinear(nn.Module):
             new = fn(t)
             return t.to(new.device) if id(t) in own and new.dtype.itemsize < 4 else new
 
-        super()._apply(kept, recurse)
+        super()._apply(kept, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def require_rotation(self) -> None:
