@@ -1,0 +1,5 @@
+"""Pruning: which weights of a decoder are set to zero."""
+
+from .allocation import Allocation, Shapes
+
+__all__ = ["Allocation", "Shapes"]
