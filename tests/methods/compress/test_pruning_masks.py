@@ -149,7 +149,7 @@ def test_masks_do_not_change_when_activations_are_rescaled() -> None:
         assert not torch.equal(wanda_mask(w, norms, p), magnitude_mask(w, p))
     scores = wanda_scores(w, norms)
     factors = torch.rand(16, 1) + 0.5
-    assert torch.equal(uniform_ranks(scores), uniform_ranks((scores.double() * factors)))
+    assert torch.equal(uniform_ranks(scores), uniform_ranks(scores.double() * factors))
 
 
 def test_thresholds_on_ranks_are_wanda() -> None:

@@ -50,7 +50,7 @@ def exact_mean(
     return (shares.double() + high).clamp(least, 1)
 
 
-def outlier_percentage(scores: Sequence[Float[Tensor, "out in"]], *, outlier: float = 5.0) -> float:
+def outlier_percentage(scores: Sequence[Float[Tensor, "_ _"]], *, outlier: float = 5.0) -> float:
     """OWL's D: 100 times the share of a block's scores above `outlier` times their mean, its matrices pooled."""
     if not scores or not outlier > 0:
         raise UsageError(f"A block of {len(scores)} matrices and outlier={outlier} have no outliers.")

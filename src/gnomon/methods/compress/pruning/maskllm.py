@@ -132,8 +132,8 @@ def learn_masks(
     batches: Sequence[Batch],
     patterns: Mapping[str, Pattern],
     config: MaskLLMConfig,
-    prior: Mapping[str, Bool[Tensor, "out in"]] | None = None,
-) -> dict[str, Bool[Tensor, "out in"]]:
+    prior: Mapping[str, Bool[Tensor, "_ _"]] | None = None,
+) -> dict[str, Bool[Tensor, "_ _"]]:
     """Train the logits of all matrices together; the model is left as it was.
 
     Args:

@@ -98,8 +98,8 @@ def mask_from(
     if quota.axis == "matrix" and not rows:
         if quota.total is not None and int(zero.sum()) > quota.total:
             raise UsageError(
-                f"{quota.total} weights are to be removed of {zero.numel()}, of which {int(zero.sum())} are zero already. "
-                "Ask for a higher sparsity."
+                f"{quota.total} weights are to be removed of {zero.numel()}, of which {int(zero.sum())} are zero "
+                "already. Ask for a higher sparsity."
             )
         count = floors(quota.wanted) if quota.total is None else torch.tensor([quota.total])
         flat = scores.flatten()
