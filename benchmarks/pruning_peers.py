@@ -4,9 +4,9 @@
                                        [--sparsity 0.5] [--threads 2] [--json FILE]
 
 PYTHON is the interpreter of an environment that has llm-compressor (`make bench-peers` makes one in `.venv-peers`),
-since it wants another Transformers than Gnomon. Seconds are those of the pruning call alone. First the two are compared: the
-same number of matrices' weights, sparsities within a percent, and held-out losses, which are printed, because a faster
-pruner that prunes worse is no faster. llm-compressor removes a weight more of each row; its H is float32.
+since it wants another Transformers than Gnomon. Seconds are those of the pruning call alone. First the two are
+compared: the same number of weights, sparsities within a percent, and held-out losses, which are printed, because a
+faster pruner that prunes worse is no faster. llm-compressor accumulates H in float32.
 
 Exits 1 where the two haven't done the same work, and 0 with one sentence where the peer can't be run.
 """
