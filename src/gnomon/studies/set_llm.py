@@ -56,18 +56,18 @@ class SetLLMStudy(StudyConfig):
     """Rungs that are trained; claims need causal+pe and setmask+setpe."""
     canonical: bool = False
     """Also train the causal model with sorted options."""
-    rates: tuple[float, ...] = (1e-3,)
+    rates: tuple[float, ...] = (3e-3,)
     tuning_seeds: tuple[int, ...] = (1000,)
     train_questions: int = 2000
     valid_questions: int = 64
-    test_questions: int = 60
+    test_questions: int = 24
     """Questions that judge, each in all its orders."""
-    exact_questions: int = 2
+    exact_questions: int = 1
     """Questions whose log-probabilities are compared over all orders in float64 and float32."""
     permutations: int = 24
     """Orders of a question, at most; with more options than four the first ones count, as in the paper."""
-    steps: int = 40
-    batch: int = 8
+    steps: int = 25
+    batch: int = 4
     points: int = 4
     repeats: int = 15
     """Of a timing."""
@@ -95,9 +95,10 @@ class SetLLMStudy(StudyConfig):
             "modes": MODES,
             "canonical": True,
             "rates": (1e-3, 3e-3),
-            "test_questions": 100,
+            "test_questions": 60,
             "exact_questions": 3,
-            "steps": 80,
+            "steps": 60,
+            "batch": 8,
             "points": 8,
             "repeats": 31,
         },
