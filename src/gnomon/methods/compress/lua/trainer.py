@@ -18,8 +18,16 @@ except ImportError:
     raise MissingExtra("accelerate", "train", "Training with Transformers' Trainer") from None
 
 
+def progress(alloc: LuaAllocator) -> dict[str, float]:
+    """`sparsity`, what the thresholds give as they stand, and `penalty`, for a log."""
+    return {
+        "sparsity": alloc.sparsity_report().sparsity,
+        "penalty": float(alloc.penalty().detach()),
+    }
+
+
 class LuaCallback(TrainerCallback):  # type: ignore[misc]
-    """Adds `sparsity`, what the thresholds give as they stand, and `penalty` to every log."""
+    """Adds :func:`progress` to what a Trainer prints; for `Trainer(model=alloc, callbacks=[LuaCallback(alloc)])`."""
 
     def __init__(self, alloc: LuaAllocator) -> None:
         self.alloc = alloc
@@ -27,8 +35,7 @@ class LuaCallback(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
         """Called by the Trainer; `logs` is what it is about to write."""
         if logs is not None and self.alloc.installed:
-            logs["sparsity"] = self.alloc.sparsity_report().sparsity
-            logs["penalty"] = float(self.alloc.penalty().detach())
+            logs.update(progress(self.alloc))
 
 
 class LuaTrainer(Trainer):  # type: ignore[misc]
@@ -45,6 +52,9 @@ class LuaTrainer(Trainer):  # type: ignore[misc]
                 f"LuaTrainer trains the thresholds of a LuaAllocator, but got a {type(alloc).__name__}. Pass the "
                 "allocator, which holds the model."
             )
-        alloc.parametrize()
+        self.alloc = alloc.parametrize()
         super().__init__(alloc, *args, **settings)
-        self.callback_handler.callbacks.insert(0, LuaCallback(alloc))  # before those that print and write
+
+    def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
+        """Log with :func:`progress`."""
+        super().log({**logs, **(progress(self.alloc) if self.alloc.installed else {})}, *args, **settings)
