@@ -44,7 +44,7 @@ def jiggle(alloc: LuaAllocator, size: float = 0.1, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for t in alloc.parameters():
-            t += size * torch.randn(t.shape, generator=generator)
+            t.add_(size * torch.randn(t.shape, generator=generator))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -150,7 +150,7 @@ def test_the_penalty_is_in_the_loss_once_and_uses_what_the_forward_pass_counted(
     x = ids()
     with torch.no_grad():
         for t in alloc.parameters():
-            t -= 0.1  # too dense
+            t.sub_(0.1)  # too dense
     plain = made(p=0.5, reg_weight=0.0)
     plain.load_state_dict(alloc.state_dict())
     plain.parametrize()
@@ -208,7 +208,7 @@ def test_what_has_not_converged_is_not_called_p():
     alloc = made(p=0.7)
     with torch.no_grad():
         for t in alloc.parameters():
-            t -= 0.2
+            t.sub_(0.2)
     report = alloc.sparsity_report()
     assert not report.converged and report.sparsity < 0.55 and "not the 0.7000" in str(report)
     before = alloc.model.state_dict()["model.layers.0.mlp.up_proj.weight"].clone()
@@ -267,7 +267,7 @@ def test_thresholds_and_ranks_stay_what_they_are_when_the_model_is_converted():
     assert {t.dtype for t in alloc.parameters()} == {torch.float32}
     assert {one.rank.dtype for one in alloc.masks} == {torch.int16}
     loss = alloc(ids(), labels=ids()).loss
-    assert loss.dtype == torch.bfloat16 or loss.dtype == torch.float32
+    assert loss.dtype in (torch.bfloat16, torch.float32)
     loss.backward()
     optimizer = torch.optim.AdamW(alloc.parameters(), lr=1e-4, weight_decay=0.0)
     optimizer.step()
@@ -280,7 +280,11 @@ def test_thresholds_and_ranks_stay_what_they_are_when_the_model_is_converted():
 def test_state_is_the_thresholds_alone():
     alloc = made()
     state = alloc.state_dict()
-    assert sum(t.numel() for t in state.values()) == alloc.trained_numbers == 3 * (16 + 8 + 8 + 16 + 24 + 24 + 16)
+    assert (
+        sum(t.numel() for t in state.values())
+        == alloc.trained_numbers
+        == 3 * (16 + 8 + 8 + 16 + 24 + 24 + 16)
+    )
     other = made()
     jiggle(alloc)
     other.load_state_dict(alloc.state_dict())

@@ -73,7 +73,9 @@ def test_scores_ignore_the_scale_of_rows_and_of_everything():
     wanted = uniform_scores(scores)
     scaled = scores * torch.tensor([1e-3, 1, 7, 1e3, 2, 0.5])[:, None]
     assert torch.equal(uniform_scores(scaled), wanted) and torch.equal(uniform_scores(scores * 0.01), wanted)
-    assert not torch.equal(uniform_scores(scores * draw(40, seed=1)), wanted)  # another scale per input is felt
+    assert not torch.equal(
+        uniform_scores(scores * draw(40, seed=1)), wanted
+    )  # another scale per input is felt
 
 
 def test_bfloat16_scores_collapse_but_ranks_do_not():

@@ -148,7 +148,7 @@ def test_batches_that_run_out_are_refused():
         made().fit(iter([ids()]), steps=1)
     with pytest.raises(UsageError, match="ran out in step 1"):
         made().fit([], steps=1)
-    with pytest.raises(UsageError, match="lr=0.0 must be positive"):
+    with pytest.raises(UsageError, match=r"lr=0\.0 must be positive"):
         made().fit([ids()], steps=1, lr=0.0)
 
 

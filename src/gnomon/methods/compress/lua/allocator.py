@@ -37,8 +37,8 @@ class LuaAllocator(nn.Module):
     """Learns which weights of a model to remove, from one threshold per row, column or matrix.
 
     Its parameters are the thresholds alone; the model is held beside them, and its weights don't change before
-    :meth:`apply`. Called with a batch and `labels` it returns the model's output with the regulariser in the loss, so it
-    trains in Transformers' Trainer as it stands.
+    :meth:`apply`. Called with a batch and `labels` it returns the model's output with the regulariser in the loss, so
+    it trains in Transformers' Trainer as it stands.
 
     Args:
         model: a Transformers decoder (or a wrapper around one), dense.
@@ -88,8 +88,8 @@ class LuaAllocator(nn.Module):
         zeros = sum(int((matrix(layer) == 0).sum()) for layer in found.values())
         if zeros > self.removed:
             raise UsageError(
-                f"{zeros:,} of {self.total:,} weights are zero already, {zeros / self.total:.1%}; sparsity={sparsity:g} "
-                "would need fewer. Ask for more."
+                f"{zeros:,} of {self.total:,} weights are zero already, {zeros / self.total:.1%}; "
+                f"sparsity={sparsity:g} would need fewer. Ask for more."
             )
         self._masks: dict[str, MaskedWeight] = {}
         for name, layer in found.items():
@@ -236,9 +236,7 @@ class LuaAllocator(nn.Module):
         """
         return self._report(self._final or (self._exact() if exact else self._raw()), tolerance)
 
-    def harden(
-        self, exact: bool = True, *, tolerance: float = TOLERANCE
-    ) -> dict[str, Bool[Tensor, "m n"]]:
+    def harden(self, exact: bool = True, *, tolerance: float = TOLERANCE) -> dict[str, Bool[Tensor, "m n"]]:
         """Hard masks, true where a weight stays (never at one that is zero); [outputs, inputs].
 
         Args:
@@ -256,9 +254,9 @@ class LuaAllocator(nn.Module):
         report = self._report(masks, tolerance)
         if not report.converged:
             raise GnomonError(
-                f"The thresholds have not converged: they give a sparsity of {report.sparsity:.4f}, and {self.sparsity:g} "
-                f"was asked for (tolerance {tolerance:g}). A model that is denser only looks better. Use exact=True, train "
-                f"longer, or raise reg_weight (now {self.reg_weight:g})."
+                f"The thresholds have not converged: they give a sparsity of {report.sparsity:.4f}, and "
+                f"{self.sparsity:g} was asked for (tolerance {tolerance:g}). A model that is denser only looks better. "
+                f"Use exact=True, train longer, or raise reg_weight (now {self.reg_weight:g})."
             )
         return masks
 
@@ -304,7 +302,7 @@ class LuaAllocator(nn.Module):
             elif axis == "row":
                 ratios[name] = gone.double().mean(1)
             else:
-                ratios[name] = torch.stack([part.double().mean() for part in gone.split(group, 1)])
+                ratios[name] = torch.stack([part.double().mean() for part in torch.split(gone, group, dim=1)])
         source = f"lua ({self.granularity})"
         return Allocation(ratios=ratios, axis=cast(Any, axis), group=group, source=source)
 
@@ -383,9 +381,7 @@ def require_settings(
         raise UsageError(f"min_kept={min_kept} can't be negative; 0 lets whole rows die.")
 
 
-def _require_scores(
-    model: nn.Module, found: Mapping[str, nn.Module], scores: Mapping[str, Tensor]
-) -> None:
+def _require_scores(model: nn.Module, found: Mapping[str, nn.Module], scores: Mapping[str, Tensor]) -> None:
     for name, layer in found.items():
         if name not in scores:
             raise UsageError(

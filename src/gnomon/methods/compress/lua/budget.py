@@ -85,7 +85,9 @@ def exact_masks(names: Sequence[str], distances: Distances, scores: Scores, keep
     if not found:  # nothing stays
         return ExactMasks(masks, HIGH)
     matrix = torch.cat([torch.full_like(place, number) for number, place, _, _ in found])
-    place, d, s = (torch.cat([one[i] for one in found]) for i in (1, 2, 3))
+    place = torch.cat([at for _, at, _, _ in found])
+    d = torch.cat([values for _, _, values, _ in found])
+    s = torch.cat([values for _, _, _, values in found])
     order = _stable_descending(d, s)
     for number, name in enumerate(names):
         chosen = place[order[:missing]][matrix[order[:missing]] == number]

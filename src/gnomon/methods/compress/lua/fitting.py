@@ -47,8 +47,8 @@ class Endless:
         """
         if isinstance(source, Iterator):
             raise UsageError(
-                f"The batches are a {type(source).__name__}, which can be read only once. Pass a DataLoader, a list, or "
-                "a source with state_dict (`core.data.Batches`)."
+                f"The batches are a {type(source).__name__}, which can be read only once. Pass a DataLoader, a list, "
+                "or a source with state_dict (`core.data.Batches`)."
             )
         self.source, self.taken = source, 0
         self._iterator: Iterator[Batch] | None = None
@@ -134,7 +134,6 @@ def fit(
     return LuaFit(done.steps, done.tokens, done.losses, report.sparsity, done.seconds)
 
 
-
 def allocate(
     model: nn.Module,
     calib: Sequence[Tensor | Mapping[str, Tensor]],
@@ -162,9 +161,7 @@ def allocate(
     from .allocator import LuaAllocator
 
     scores = collect_importance(model, calib, metric=metric, targets=targets, exclude=exclude)
-    alloc = LuaAllocator(
-        model, scores, sparsity, granularity=granularity, targets=targets, exclude=exclude
-    )
+    alloc = LuaAllocator(model, scores, sparsity, granularity=granularity, targets=targets, exclude=exclude)
     try:
         alloc.fit(calib, **settings)
         return alloc.allocation(axis, group=group)

@@ -38,9 +38,7 @@ def soft_mask(
     return torch.sigmoid((scores.shape[-1] if slope is None else slope) * (scores - thresholds))
 
 
-def hard_mask(
-    scores: Float[Tensor, "m n"], thresholds: Float[Tensor, "rows columns"]
-) -> Bool[Tensor, "m n"]:
+def hard_mask(scores: Float[Tensor, "m n"], thresholds: Float[Tensor, "rows columns"]) -> Bool[Tensor, "m n"]:
     """The final mask s > t: true where a weight stays.
 
     The paper writes s ≥ t, which at t = p keeps one weight of each row too many.
@@ -64,7 +62,9 @@ def budget_loss(
     if form not in REGULARISERS:
         raise unknown("regulariser", form, REGULARISERS)
     count, target = (kept, (1 - sparsity) * total) if form == "kept" else (total - kept, sparsity * total)
-    count = count + (1 - count).clamp(min=0).detach()  # the logarithm of less than one weight, still with a slope
+    count = (
+        count + (1 - count).clamp(min=0).detach()
+    )  # the logarithm of less than one weight, still with a slope
     return (count / target).log().abs()
 
 
@@ -76,7 +76,7 @@ class Masked(Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         weight: Float[Tensor, "m n"],
         rank: Int[Tensor, "m n"],
@@ -100,8 +100,8 @@ class Masked(Function):
         return weight * mask.to(weight.dtype), kept
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor | None, grad_kept: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_kept: Tensor | None) -> tuple[Tensor | None, ...]:
         """The mask's derivative is zero where a weight always stays."""
         weight, rank, thresholds = ctx.saved_tensors
         mask = as_scores(rank).sub(thresholds).mul_(ctx.slope).sigmoid_()
@@ -131,8 +131,8 @@ def masked(
     min_kept: int = 0,
 ) -> tuple[Float[Tensor, "m n"], Float[Tensor, ""]]:
     """:class:`Masked` as a function; zeros of W count as removed whatever the mask says."""
-    λ = float(rank.shape[-1] if slope is None else slope)
-    return cast(tuple[Tensor, Tensor], Masked.apply(weight, rank, thresholds, λ, min_kept))  # type: ignore[no-untyped-call]
+    steep = float(rank.shape[-1] if slope is None else slope)
+    return cast(tuple[Tensor, Tensor], Masked.apply(weight, rank, thresholds, steep, min_kept))  # type: ignore[no-untyped-call]
 
 
 def protected(rank: Int[Tensor, "m n"], min_kept: int) -> Bool[Tensor, "m n"]:

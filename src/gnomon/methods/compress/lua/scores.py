@@ -36,7 +36,9 @@ def ranks(scores: Float[Tensor, "m n"]) -> Int[Tensor, "m n"]:
     bfloat16 and float16 can't tell neighbouring shares of a wide row apart; whole numbers of the same size can.
     """
     if scores.ndim != 2 or not scores.numel():
-        raise UsageError(f"Scores must be a matrix (outputs × inputs) with an entry, got {list(scores.shape)}.")
+        raise UsageError(
+            f"Scores must be a matrix (outputs × inputs) with an entry, got {list(scores.shape)}."
+        )
     rows, n = scores.shape
     found = torch.empty(rows, n, dtype=torch.int16 if n <= NARROW else torch.int32, device=scores.device)
     step = max(1, CHUNK // n)

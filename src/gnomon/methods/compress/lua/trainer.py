@@ -32,7 +32,9 @@ class LuaCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, alloc: LuaAllocator) -> None:
         self.alloc = alloc
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any
+    ) -> None:
         """Called by the Trainer; `logs` is what it is about to write."""
         if logs is not None and self.alloc.installed:
             logs.update(progress(self.alloc))
