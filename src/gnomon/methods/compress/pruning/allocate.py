@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +62,10 @@ class Request:
     targets: Patterns = None
     exclude: Patterns = None
     device: torch.device | str | None = "cpu"
-    options: Mapping[str, float | str | int] = field(default_factory=dict)
-    """Of the allocator: `outlier`, `spread` (owl), `tail`, `spread` (alpha), `points` (atp)."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the allocator: `outlier`, `spread` (owl); `tail`, `spread` (alpha); `points` (atp); `lua.allocate`'s."""
+    block: int | None = None
+    """Columns of a block of SparseGPT, for which Lua learns a share each."""
 
     @property
     def shapes(self) -> Shapes:
@@ -101,9 +104,10 @@ def require_known(name: str, request: Request) -> None:
     """Refuse what :func:`allocate` would refuse, without doing its work."""
     if name not in ALLOCATIONS:
         raise unknown("allocation", name, ALLOCATIONS)
+    known = _lua_options() if name == "lua" else OPTIONS.get(name, ())
     for option in request.options:
-        if option not in OPTIONS.get(name, ()):
-            raise unknown(f"option of allocation {name!r}", option, OPTIONS.get(name, ()))
+        if option not in known:
+            raise unknown(f"option of allocation {name!r}", option, known)
     if name in WITH_TEXT:
         require_calib(request.calib, request.model, f"allocation={name!r}")
     if name == "lua" and importlib.util.find_spec(LUA) is None:
@@ -173,16 +177,29 @@ def _atp(request: Request) -> Allocation:
 
 
 def _lua(request: Request) -> Allocation:
-    """By `gnomon.methods.compress.lua.allocate`."""
+    """By `gnomon.methods.compress.lua.allocate`; under SparseGPT a share for each of its blocks of columns."""
     module = importlib.import_module(LUA)
+    options: dict[str, Any] = {"metric": request.metric}
+    if request.block is not None:
+        options |= {"granularity": "column", "axis": "column", "group": request.block}
     found = module.allocate(
         request.model,
         request.calib,
         sparsity=request.sparsity,
         targets=request.targets,
         exclude=request.exclude,
+        **(options | dict(request.options)),
     )
     return cast(Allocation, found)
+
+
+def _lua_options() -> tuple[str, ...]:
+    """Whatever Lua's allocation and its training take, apart from what `Request` holds itself."""
+    if importlib.util.find_spec(LUA) is None:
+        return ()
+    module = importlib.import_module(LUA)
+    found = {*inspect.signature(module.allocate).parameters, *inspect.signature(module.fit).parameters}
+    return tuple(sorted(found - {"model", "calib", "sparsity", "targets", "exclude", "settings"}))
 
 
 _NAMED: dict[str, Callable[[Request], Allocation]] = {

@@ -53,8 +53,9 @@ class Allocation:
     ranks remove, where k_j = #{i : s_ij ≤ t_j}. For Lua's layer granularity use "matrix", for its column granularity
     "column" with group=1 (Wanda then compares the ranks s of a column, ties by S).
 
-    `allocation="lua"` calls `gnomon.methods.compress.lua.allocate(model, calib, *, sparsity, targets, exclude)`, which
-    returns an Allocation whose mean is `sparsity`. The model it gets is dense; it must leave it as it found it.
+    `allocation="lua"` calls `gnomon.methods.compress.lua.allocate(model, calib, *, sparsity, targets, exclude,
+    **options)`, which returns an Allocation whose mean is `sparsity`. The model it gets is dense; it must leave it as
+    it found it.
     """
 
     ratios: Mapping[str, float | Tensor]

@@ -50,7 +50,7 @@ def exact_mean(
     return (shares.double() + high).clamp(least, 1)
 
 
-def outlier_percentage(scores: Sequence[Float[Tensor, "out in"]], *, outlier: float = 5.0) -> float:
+def outlier_percentage(scores: Sequence[Float[Tensor, "_ _"]], *, outlier: float = 5.0) -> float:
     """OWL's D: 100 times the share of a block's scores above `outlier` times their mean, its matrices pooled."""
     if not scores or not outlier > 0:
         raise UsageError(f"A block of {len(scores)} matrices and outlier={outlier} have no outliers.")
@@ -152,7 +152,7 @@ def atp_grid(count: int, p: float, points: int = 9) -> list[float]:
     if count < 1 or points < 1:
         raise UsageError(f"{count} blocks and {points} points make no grid.")
     largest = 2 * min(p, 1 - p) / (count - 1) if count > 1 else 0.0
-    return [0.0] if not largest else [largest * i / points for i in range(points)]
+    return [largest * i / (points - 1) for i in range(points)] if largest and points > 1 else [0.0]
 
 
 def _hill(logs: Tensor, start: int) -> float:
@@ -171,9 +171,8 @@ def _near_peak(logs: Tensor) -> list[int]:
         raise NumericalFailure("All eigenvalues are equal, so the spectrum has no tail.")
     counts = torch.histc(ten, bins=100, min=low, max=high)
     peak = low + int(counts.argmax()) * (high - low) / 100  # its lower edge
-    starts = [
-        i for i in range(len(ten) - 1) if 0.95 * 10**peak <= 10 ** float(ten[i]) <= 1.5 * 10**peak
-    ]  # from a little below the peak to half above it, as the fit looks for the end of the bulk
+    near = (ten >= peak + math.log10(0.95)) & (ten <= peak + math.log10(1.5))
+    starts = [int(i) for i in near.nonzero()[:, 0] if i < len(ten) - 1]
     return starts or [min(int(torch.searchsorted(ten, peak)), len(ten) - 2)]
 
 

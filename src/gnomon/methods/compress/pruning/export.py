@@ -37,7 +37,7 @@ FORMAT = "gnomon.masks"
 ROWS, COLUMNS = 32, 64
 """What the sides of a semi-structured 16-bit matrix are multiples of."""
 
-Masks = Mapping[str, Bool[Tensor, "out in"]]
+Masks = Mapping[str, Bool[Tensor, "_ _"]]
 
 
 def save_pruned(
@@ -74,7 +74,7 @@ def save_masks(masks: Masks, path: Path, *, pattern: Pattern | None = None) -> N
     save_file(packed, path, metadata=metadata)
 
 
-def load_masks(path: Path | str) -> dict[str, Bool[Tensor, "out in"]]:
+def load_masks(path: Path | str) -> dict[str, Bool[Tensor, "_ _"]]:
     """Read a mask file, or the one in a folder.
 
     Raises:

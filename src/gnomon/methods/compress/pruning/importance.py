@@ -45,7 +45,7 @@ def collect_importance(
     targets: Patterns = None,
     exclude: Patterns = None,
     visit: Visit | None = None,
-) -> dict[str, Float[Tensor, "out in"]]:
+) -> dict[str, Float[Tensor, "_ _"]]:
     """Scores of every prunable matrix by its dotted name, float32 on the CPU.
 
     Args:

@@ -132,8 +132,8 @@ def learn_masks(
     batches: Sequence[Batch],
     patterns: Mapping[str, Pattern],
     config: MaskLLMConfig,
-    prior: Mapping[str, Bool[Tensor, "out in"]] | None = None,
-) -> dict[str, Bool[Tensor, "out in"]]:
+    prior: Mapping[str, Bool[Tensor, "_ _"]] | None = None,
+) -> dict[str, Bool[Tensor, "_ _"]]:
     """Train the logits of all matrices together; the model is left as it was.
 
     Args:
@@ -192,7 +192,8 @@ def _train(
             loss = _loss(root, weights, batch) - config.weight_reg * (1 - done) * kept
             if not bool(torch.isfinite(loss)):
                 raise NumericalFailure(
-                    f"The loss is {float(loss)} at step {step} of MaskLLM. Lower lr, or run in bfloat16 or float32."
+                    f"The loss is {float(loss.detach())} at step {step} of MaskLLM. Lower lr, or run in bfloat16 or "
+                    "float32."
                 )
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]

@@ -96,6 +96,11 @@ def mask_from(
         return ~_lowest_of_groups(key.masked_fill(zero, -math.inf), zero, quota)
     scores = scores.masked_fill(zero, -math.inf)  # zeros count as removed, so they go first
     if quota.axis == "matrix" and not rows:
+        if quota.total is not None and int(zero.sum()) > quota.total:
+            raise UsageError(
+                f"{quota.total} weights are to be removed of {zero.numel()}, of which {int(zero.sum())} are zero "
+                "already. Ask for a higher sparsity."
+            )
         count = floors(quota.wanted) if quota.total is None else torch.tensor([quota.total])
         flat = scores.flatten()
         if quota.total is None:  # the published form: everything up to the threshold, ties too

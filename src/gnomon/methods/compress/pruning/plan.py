@@ -50,7 +50,7 @@ class PruneConfig:
     prior: str | None = "wanda"
     """MaskLLM: the mask it starts near, "wanda", "magnitude", or None."""
     options: Mapping[str, Any] | None = None
-    """Of a named allocation: outlier, spread (owl); tail, spread (alpha); points (atp)."""
+    """Of a named allocation: outlier, spread (owl); tail, spread (alpha); points (atp); steps, lr, ... (lua)."""
 
     def __post_init__(self) -> None:
         metric_of(self.metric)
@@ -193,6 +193,7 @@ class Job:
             exclude=exclude,
             device=device,
             options=dict(config.options or {}),
+            block=config.block if method == "sparsegpt" and parsed is None else None,
         )
         if isinstance(allocation, str):
             require_known(allocation, request)

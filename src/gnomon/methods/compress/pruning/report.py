@@ -18,7 +18,7 @@ from .quota import Pattern
 class PruneReport:
     """Result of :func:`~.prune.prune`, counted on the stored weights."""
 
-    masks: Mapping[str, Bool[Tensor, "out in"]]
+    masks: Mapping[str, Bool[Tensor, "_ _"]]
     """True where a weight is kept, on the CPU, [outputs, inputs] whatever the layer stores."""
     sparsity: float
     """Share of zeros in all pruned matrices together."""
