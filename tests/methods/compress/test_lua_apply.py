@@ -82,11 +82,11 @@ def test_the_folder_is_what_the_allocator_gives_and_plain_transformers_loads_it(
     assert gnomon.check(out).tensors == len(before)
 
 
-@pytest.mark.parametrize("pruner", ["lua", "magnitude", "wanda", "sparsegpt"])
-@pytest.mark.parametrize("allocation", ["", "uniform", "owl", "alpha", "atp"])
-def test_every_pair_meets_the_budget(pruner: str, allocation: str, plain: Path, tmp_path: Path):
-    if pruner == "lua" and allocation:
-        pytest.skip("the learnt masks have no other allocation")
+@pytest.mark.parametrize(
+    ("pruner", "allocation"),
+    [("lua", ""), ("sparsegpt", "lua"), ("magnitude", "alpha"), ("wanda", "owl"), ("wanda", "uniform")],
+)
+def test_pairs_meet_the_budget(pruner: str, allocation: str, plain: Path, tmp_path: Path):
     out = tmp_path / "out"
     gnomon.apply("lua", model=plain, out=out, sparsity=0.55, pruner=pruner, allocation=allocation, **TEXT)
     before, after = load_file(plain / "model.safetensors"), load_file(out / "model.safetensors")
@@ -97,7 +97,7 @@ def test_every_pair_meets_the_budget(pruner: str, allocation: str, plain: Path, 
     assert all(torch.equal(after[n], w) for n, w in before.items() if n not in pruned(before))
 
 
-@pytest.mark.parametrize("pruner", ["magnitude", "wanda", "sparsegpt", "maskllm"])
+@pytest.mark.parametrize("pruner", ["sparsegpt", "maskllm"])
 def test_patterns_come_with_their_masks(pruner: str, plain: Path, tmp_path: Path):
     out = tmp_path / "out"
     extra = {**TEXT, "samples": 2}
@@ -146,10 +146,14 @@ def test_by_its_command_and_again_on_the_result(
 ):
     words = "--samples 4 --length 16 --steps 2 --calib generated:30".split()
     out = tmp_path / "D"
-    assert cli.main(["apply", "lua", "--model", str(plain), "--sparsity", "0.5", "--out", str(out), *words]) == 0
+    assert (
+        cli.main(["apply", "lua", "--model", str(plain), "--sparsity", "0.5", "--out", str(out), *words]) == 0
+    )
     assert "sparsity='0.5'" in capsys.readouterr().err
     again = tmp_path / "E"  # zeros that are there count
-    assert cli.main(["apply", "lua", "--model", str(out), "--sparsity", "0.7", "--out", str(again), *words]) == 0
+    assert (
+        cli.main(["apply", "lua", "--model", str(out), "--sparsity", "0.7", "--out", str(again), *words]) == 0
+    )
     first, second = (load_file(folder / "model.safetensors") for folder in (out, again))
     count, total = zeros(second)
     assert count == round(0.7 * total)
@@ -212,11 +216,18 @@ def test_settings_that_can_not_work(settings: dict[str, Any], message: str, plai
 def test_a_text_of_less_than_a_window_and_no_tokenizer(plain: Path, tmp_path: Path):
     (tmp_path / "short.txt").write_text("Too short.")
     short = str(tmp_path / "short.txt")
-    refused(plain, tmp_path, r"short.txt has 11 tokens, fewer than one window of 64", sparsity=0.5, calib=short)
+    refused(
+        plain, tmp_path, r"short.txt has 11 tokens, fewer than one window of 64", sparsity=0.5, calib=short
+    )
     tiny_family("llama").save_pretrained(tmp_path / "m")
     refused(tmp_path / "m", tmp_path, "lua reads calibration text, but the tokenizer", sparsity=0.5, **TEXT)
     gnomon.apply(
-        "lua", model=tmp_path / "m", out=tmp_path / "o", sparsity=0.5, pruner="magnitude", allocation="uniform"
+        "lua",
+        model=tmp_path / "m",
+        out=tmp_path / "o",
+        sparsity=0.5,
+        pruner="magnitude",
+        allocation="uniform",
     )
     assert zeros(load_file(tmp_path / "o/model.safetensors"))[0] > 0
 

@@ -36,7 +36,17 @@ from ..applied import (
     require_decoder,
     token_stream_of,
 )
-from ..pruning import ALLOCATIONS, PRUNERS, Allocation, Pattern, budget, collect_importance, prune
+from ..pruning import (
+    ALLOCATIONS,
+    PRUNERS,
+    Allocation,
+    MaskLLMConfig,
+    Pattern,
+    PruneConfig,
+    budget,
+    collect_importance,
+    prune,
+)
 from ..pruning.export import MASKS, save_masks
 from .allocator import LuaAllocator, require_settings
 
@@ -55,9 +65,9 @@ class LuaSettings:
     """How a model is pruned. The defaults of Lua are the paper's, but for its text."""
 
     sparsity: float | None = None
-    """Share of the weights in the decoder's linear layers that ends up as zero; with a pattern it follows from that."""
+    """Share of the weights in the decoder's linear layers that ends up as zero; a pattern says it by itself."""
     pruner: str = LUA
-    """lua takes the learnt masks themselves; magnitude, wanda, sparsegpt and maskllm prune to an allocation's shares."""
+    """lua takes the learnt masks; magnitude, wanda, sparsegpt and maskllm prune to the shares of an allocation."""
     allocation: str = ""
     """What each part loses: lua, uniform, owl, alpha or atp; empty: lua, or uniform with a pattern."""
     pattern: str = ""
@@ -73,7 +83,7 @@ class LuaSettings:
     min_kept: int = 1
     """Weights of each row that always stay; 0 lets rows die."""
     steps: int = 500
-    """Of Lua's training."""
+    """Of the training of Lua, and of MaskLLM (whose paper takes 2,000)."""
     batch: int = 2
     """Windows a step; the paper's 500 steps read 1,000."""
     lr: float = 5e-3
@@ -100,8 +110,8 @@ class LuaSettings:
             share = Pattern.parse(self.pattern).sparsity
             if self.pruner == LUA:
                 raise UsageError(
-                    f"pattern={self.pattern} fixes what each group loses, which leaves the pruner lua nothing to choose. "
-                    "Name another: pruner=wanda, sparsegpt, magnitude or maskllm."
+                    f"pattern={self.pattern} fixes what each group loses, which leaves the pruner lua nothing to "
+                    "choose. Name another: pruner=wanda, sparsegpt, magnitude or maskllm."
                 )
             if self.sparsity is not None and abs(self.sparsity - share) > 1e-9:
                 raise UsageError(
@@ -113,8 +123,8 @@ class LuaSettings:
             raise UsageError("pruner=maskllm learns N:M masks. Give a pattern, such as 2:4.")
         if self.pruner == LUA and self.learns_or != LUA:
             raise UsageError(
-                f"pruner=lua takes its own masks, so allocation={self.allocation} has no use. Name another pruner, such "
-                "as wanda."
+                f"pruner=lua takes its own masks, so allocation={self.allocation} has no use. Name another pruner, "
+                "such as wanda."
             )
         require_settings(
             self.share, self.granularity, "in_features", self.reg_weight, self.reg, self.min_kept
@@ -229,7 +239,8 @@ def run(source: Source, folder: Path, settings: LuaSettings) -> None:
             "vanish in the dtype of this checkpoint. Convert it to float32 first."
         )
     if settings.pattern:
-        save_masks(masks, folder / MASKS, pattern=Pattern.parse(settings.pattern))
+        whole = {name: mask.contiguous() for name, mask in masks.items()}
+        save_masks(whole, folder / MASKS, pattern=Pattern.parse(settings.pattern))
 
 
 def _pruned(model: nn.Module, checkpoint: Checkpoint, settings: LuaSettings) -> dict[str, Tensor]:
@@ -252,9 +263,7 @@ def _pruned(model: nn.Module, checkpoint: Checkpoint, settings: LuaSettings) -> 
             min_kept=settings.min_kept,
         )
         assert training is not None
-        done = alloc.fit(
-            training, steps=settings.steps, lr=settings.lr, weight_decay=settings.weight_decay
-        )
+        done = alloc.fit(training, steps=settings.steps, lr=settings.lr, weight_decay=settings.weight_decay)
         log.info("%s thresholds, sparsity %.4f before the offset", alloc.trained_numbers, done.sparsity)
         if settings.pruner == LUA:
             alloc.apply()
@@ -265,7 +274,13 @@ def _pruned(model: nn.Module, checkpoint: Checkpoint, settings: LuaSettings) -> 
         alloc.unparametrize()
     sparsity = None if settings.pattern else settings.sparsity
     report = prune(
-        model, settings.pruner, sparsity, pattern=settings.pattern or None, allocation=allocation, calib=calib
+        model,
+        settings.pruner,
+        sparsity,
+        pattern=settings.pattern or None,
+        allocation=allocation,
+        calib=calib,
+        config=PruneConfig(maskllm=MaskLLMConfig(steps=settings.steps, seed=settings.seed)),
     )
     for note in report.notes:
         log.info("%s", note)
