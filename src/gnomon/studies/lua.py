@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from gnomon.core.errors import UsageError, unknown
 from gnomon.lab import Lab, StudyConfig
 from gnomon.lab.claims import AllOf, Count, Paired, Rule, Tolerance, Withheld
-from gnomon.lab.engine import Handle
+from gnomon.lab.engine import Grade, Handle
 from gnomon.studies.lua_choices import CONTINUATIONS, items
 from gnomon.studies.lua_figures import cost, gap, losses, pairs, pattern
 from gnomon.studies.lua_stages import LUA, dense, learnt, name_of, operator, patterned, pruned
@@ -244,7 +244,8 @@ class LuaStudy(StudyConfig):
     # ------------------------------------------------------------------------------------------- stages
 
     def run(self, lab: Lab) -> None:
-        self._claims(lab)
+        for (claim, part), (rule, grade) in self.rules().items():
+            lab.claim(claim, part=part, rule=rule, grade=grade)
         for figure in (losses, pairs, pattern, gap, cost):
             lab.figure(figure)
         lab.stage(operator, widths=self.widths, cuts=self.cuts, seed=0)
@@ -343,8 +344,11 @@ class LuaStudy(StudyConfig):
 
     # ------------------------------------------------------------------------------------------- claims
 
-    def _claims(self, lab: Lab) -> None:
-        for part, on, grade in (("small", SMALL, "T"), ("pretrained", PRETRAINED, "R")):
+    def rules(self) -> dict[tuple[str, str], tuple[Rule, Grade]]:
+        """Rule and grade of each part of each claim, by id and part."""
+        found: dict[tuple[str, str], tuple[Rule, Grade]] = {}
+        grades: tuple[tuple[str, str, Grade], ...] = (("small", SMALL, "T"), ("pretrained", PRETRAINED, "R"))
+        for part, on, grade in grades:
             cells = {
                 f"{rival} at {p:.0%}": Paired(
                     metric="loss", method=LUA, to=rival, where={"on": on, "sparsity": p}
@@ -352,7 +356,7 @@ class LuaStudy(StudyConfig):
                 for rival in RIVALS
                 for p in JUDGED
             }
-            lab.claim("lua.1", part=part, rule=AllOf(cells), grade=grade)  # type: ignore[arg-type]
+            found["lua.1", part] = AllOf(cells), grade
         rows = {
             f"{other} at {p:.0%}": Paired(
                 metric="loss", method=LUA, to=other, where={"on": SMALL, "sparsity": p}, equal=EQUAL
@@ -360,7 +364,7 @@ class LuaStudy(StudyConfig):
             for other in ("lua column", "lua layer")
             for p in JUDGED
         }
-        lab.claim("lua.2", part="quality", rule=AllOf(rows), grade="T")
+        found["lua.2", "quality"] = AllOf(rows), "T"
         free = {
             f"{metric.removeprefix('spread of sparsity ')} at {p:.0%}": Paired(
                 metric=metric, method=LUA, where={"on": SMALL, "sparsity": p}, side="above", bound=SPREAD
@@ -368,21 +372,23 @@ class LuaStudy(StudyConfig):
             for metric in ("spread of sparsity between layers", "spread of sparsity inside matrices")
             for p in JUDGED
         }
-        lab.claim("lua.2", part="free", rule=AllOf(free), grade="T")
+        found["lua.2", "free"] = AllOf(free), "T"
         mask = {
             "soft sum": Tolerance(metric="soft sum minus (1 - t) C - 1/2", limit=0.05),
             "ranks on each side": Tolerance(metric="fractional ranks on each side", around=4.0, limit=1.0),
         }
-        lab.claim("lua.3", part="mask", rule=AllOf(mask), grade="X")
+        found["lua.3", "mask"] = AllOf(mask), "X"
         # of every run with row thresholds and the default regulariser, on every model and at every sparsity
-        budget = {
-            "trained within 1e-3": Tolerance(metric="raw sparsity minus p", method=LUA, limit=1e-3),
-            "exact after the offset": Tolerance(metric="zeros beyond the budget", method=LUA, limit=0.0),
-            "kept bit for bit or zero": Count(metric="weights neither kept nor zero", equals=0),
-            "only thresholds train": Count(metric="trained numbers beyond the thresholds", equals=0),
-            "weights untouched before": Count(metric="matrices changed before apply", equals=0),
-        }
-        rule: Rule = AllOf(budget)
+        budget: Rule = AllOf(
+            {
+                "trained within 1e-3": Tolerance(metric="raw sparsity minus p", method=LUA, limit=1e-3),
+                "exact after the offset": Tolerance(metric="zeros beyond the budget", method=LUA, limit=0.0),
+                "kept bit for bit or zero": Count(metric="weights neither kept nor zero", equals=0),
+                "only thresholds train": Count(metric="trained numbers beyond the thresholds", equals=0),
+                "weights untouched before": Count(metric="matrices changed before apply", equals=0),
+            }
+        )
         if self.lua_steps < ENOUGH:
-            rule = Withheld(rule, f"{self.lua_steps} steps are too few to reach a budget")
-        lab.claim("lua.3", part="budget", rule=rule, grade="X")
+            budget = Withheld(budget, f"{self.lua_steps} steps are too few to reach a budget")
+        found["lua.3", "budget"] = budget, "X"
+        return found
