@@ -14,12 +14,12 @@ import gnomon
 from gnomon.core.data import Corpus, Document
 from gnomon.core.errors import GnomonError, UsageError
 from gnomon.core.models import load
-from gnomon.lab import StageContext
+from gnomon.lab import Done, StageContext
 from gnomon.lab.records import frame, make_record
 from gnomon.studies import lua_stages
 from gnomon.studies.lua import JUDGED, RIVALS, VARIANTS, LuaStudy
-from gnomon.studies.lua_choices import CHOICES, CONTINUATIONS, accuracy, items
-from gnomon.studies.lua_stages import fingerprints, learnt, name_of
+from gnomon.studies.lua_choices import CHOICES, CONTINUATIONS, accuracy, items, store_items, stored_items
+from gnomon.studies.lua_stages import fingerprints, learnt, name_of, prepared
 
 torch.set_num_threads(1)
 
@@ -39,7 +39,6 @@ LEARN = {
     "of": None,
     "model": "tiny:llama-10k",
     "on": "small",
-    "text": TEXT,
     "method": "lua",
     "sparsity": 0.6,
     "granularity": "row",
@@ -51,6 +50,13 @@ LEARN = {
     "group": 8,
     "seed": 0,
 }
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    value = prepared(StageContext(folder, seed=0), model="tiny:llama-10k", text=TEXT)
+    return Done(folder, value, {"text": TEXT})
 
 
 def test_smoke_run_has_every_claim_figure_and_method(tmp_path):
@@ -151,7 +157,7 @@ def test_other_budgets_give_no_verdict():
     assert found.verdict == "undecided" and "budgets differ" in found.note
 
 
-def test_learning_that_was_killed_goes_on_as_if_uncut(tmp_path, monkeypatch):
+def test_learning_that_was_killed_goes_on_as_if_uncut(tmp_path, monkeypatch, texts):
     from gnomon.methods.compress.lua import LuaAllocator
 
     def run(folder, die=False):
@@ -172,9 +178,9 @@ def test_learning_that_was_killed_goes_on_as_if_uncut(tmp_path, monkeypatch):
 
                 with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                     patch.setattr(LuaAllocator, "fit", dying)
-                    learnt(context, **LEARN)
+                    learnt(context, texts=texts, **LEARN)
                 return None
-            return {**learnt(context, **LEARN), "seconds": 0}
+            return {**learnt(context, texts=texts, **LEARN), "seconds": 0}
 
     whole = run(tmp_path / "whole")
     run(tmp_path / "cut", die=True)
@@ -182,9 +188,9 @@ def test_learning_that_was_killed_goes_on_as_if_uncut(tmp_path, monkeypatch):
     assert run(tmp_path / "cut") == whole
 
 
-def test_what_learning_records_is_what_it_did(tmp_path, monkeypatch):
+def test_what_learning_records_is_what_it_did(tmp_path, monkeypatch, texts):
     context = StageContext(tmp_path, seed=0)
-    value = learnt(context, **{**LEARN, "feeds": ("sparsegpt",)})
+    value = learnt(context, texts=texts, **{**LEARN, "feeds": ("sparsegpt",)})
     by_metric = {(r["method"], r["metric"]): r["value"] for r in context.snapshot()}
     assert by_metric["lua", "loss"] == value["loss"] != by_metric["sparsegpt + lua", "loss"]
     assert by_metric["lua", "trained numbers beyond the thresholds"] == 0
@@ -205,7 +211,7 @@ def test_what_learning_records_is_what_it_did(tmp_path, monkeypatch):
     monkeypatch.setattr(lua_stages, "fingerprints", lambda model: next(seen))
     (tmp_path / "again").mkdir()
     changed = StageContext(tmp_path / "again", seed=0)
-    learnt(changed, **LEARN)
+    learnt(changed, texts=texts, **LEARN)
     assert {r["value"] for r in changed.snapshot() if r["metric"] == "matrices changed before apply"} == {1}
 
 
@@ -237,9 +243,11 @@ def corpus_of(count=5):
     return Corpus("toy", tuple(documents))
 
 
-def test_the_right_choice_follows_its_context():
+def test_the_right_choice_follows_its_context(tmp_path):
     held_out = corpus_of()
     found = items(CONTINUATIONS, held_out, 30, seed=1)
+    store_items(found, tmp_path / "q.json")
+    assert list(stored_items(tmp_path / "q.json")) == list(found)
     assert len(found) == 30 and {answer for _, answer in found} == set(range(CHOICES))
     texts = {document.name: document.text for document in held_out.documents}
     for question, answer in found:

@@ -20,7 +20,7 @@ from gnomon.lab.claims import AllOf, Count, Paired, Rule, Tolerance, Withheld
 from gnomon.lab.engine import Grade, Handle
 from gnomon.studies.lua_choices import CONTINUATIONS, items
 from gnomon.studies.lua_figures import cost, gap, losses, pairs, pattern
-from gnomon.studies.lua_stages import LUA, dense, learnt, name_of, operator, patterned, pruned
+from gnomon.studies.lua_stages import LUA, dense, learnt, name_of, operator, patterned, prepared, pruned
 from gnomon.studies.pretraining import parts, pretrain
 
 PRUNERS = ("magnitude", "wanda", "sparsegpt")
@@ -249,9 +249,10 @@ class LuaStudy(StudyConfig):
         for figure in (losses, pairs, pattern, gap, cost):
             lab.figure(figure)
         lab.stage(operator, widths=self.widths, cuts=self.cuts, seed=0)
+        texts = lab.stage(prepared, model=self.model, text=self._text())
         for number, seed in enumerate(self.seeds):
             of = self._base(lab, seed)
-            start: dict[str, Any] = {"of": of, "model": "", "on": SMALL, "text": self._text(), "seed": seed}
+            start: dict[str, Any] = {"of": of, "model": "", "on": SMALL, "texts": texts, "seed": seed}
             lab.stage(dense, **start)
             for p in self.sparsities:
                 self._by_rule(lab, start, p, everything=number < self.pair_seeds)
@@ -333,9 +334,15 @@ class LuaStudy(StudyConfig):
             )
 
     def _real(self, lab: Lab, model: str) -> None:
+        texts = lab.stage(prepared, model=model, text=self._real_text())
         for number, seed in enumerate(self.seeds[: self.real_seeds]):
-            text = self._real_text()
-            start: dict[str, Any] = {"of": None, "model": model, "on": PRETRAINED, "text": text, "seed": seed}
+            start: dict[str, Any] = {
+                "of": None,
+                "model": model,
+                "on": PRETRAINED,
+                "texts": texts,
+                "seed": seed,
+            }
             lab.stage(dense, **start)
             for p in (*self.real_sparsities, *(self.real_extra if number == 0 else ())):
                 everything = number == 0 and p in self.real_pairs_at

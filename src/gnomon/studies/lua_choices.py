@@ -52,6 +52,26 @@ def accuracy(loaded: Loaded, chosen: Items) -> float:
     return sum(right) / len(right)
 
 
+def store_items(chosen: Items, path: Path) -> None:
+    """Write questions for :func:`stored_items`."""
+    table = [
+        {"context": q.context, "choices": q.choices, "delimiter": q.delimiter, "answer": answer}
+        for q, answer in chosen
+    ]
+    path.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def stored_items(path: Path) -> Items:
+    """Questions that :func:`store_items` wrote."""
+    from gnomon.core.scoring import Question
+
+    found = []
+    for row in json.loads(path.read_text(encoding="utf-8")):
+        question = Question(context=row["context"], choices=tuple(row["choices"]), delimiter=row["delimiter"])
+        found.append((question, int(row["answer"])))
+    return found
+
+
 def _continuations(held_out: Corpus, count: int, seed: int) -> Items:
     from gnomon.core.scoring import Question
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gnomon.lab import Done, StageContext
-from gnomon.studies.lua_choices import Items, accuracy, items
+from gnomon.studies.lua_choices import Items, accuracy, items, store_items, stored_items
 from gnomon.studies.pretraining import loss_of, parts, rows, streams
 
 if TYPE_CHECKING:
@@ -56,6 +56,30 @@ def operator(ctx: StageContext, *, widths: Sequence[int], cuts: Sequence[float],
             ctx.record(method=LUA, metric="fractional ranks on each side", value=border / 2, tags=tags)
 
 
+def prepared(ctx: StageContext, *, model: str, text: Mapping[str, Any]) -> dict[str, Any]:
+    """Texts in the model's tokens and the questions, once for all stages that need them.
+
+    Args:
+        text: data, other, samples, batch, length, windows, questions, items, dtype: of whatever reads this stage.
+    """
+    import numpy as np
+
+    from gnomon.core.data import corpus, token_stream
+    from gnomon.core.models import load
+
+    loaded = load(model)
+    learnt_text, judged = streams(loaded, text["data"])
+    found = {"learnt": learnt_text, "judged": judged}
+    if text["other"]:
+        found["other"] = token_stream(corpus(text["other"]), loaded.tokenizer)
+    np.savez(
+        ctx.dir / "texts.npz", allow_pickle=False, **{k: v.numpy().astype(np.int32) for k, v in found.items()}
+    )
+    split = parts(text["data"])
+    store_items(items(text["questions"], split.valid, text["items"]), ctx.dir / "questions.json")
+    return {"read": split.train.sha256, "judged": split.valid.sha256} | {k: len(v) for k, v in found.items()}
+
+
 def adamw(model: nn.Module, *, lr: float, weight_decay: float, total_steps: int) -> torch.optim.Optimizer:
     """The optimizer of the small dense models."""
     from gnomon.studies import pretraining
@@ -67,10 +91,10 @@ def adamw(model: nn.Module, *, lr: float, weight_decay: float, total_steps: int)
 
 
 def dense(
-    ctx: StageContext, *, of: Done | None, model: str, on: str, text: Mapping[str, Any], seed: int
+    ctx: StageContext, *, of: Done | None, model: str, on: str, texts: Done, seed: int
 ) -> dict[str, float]:
     """The model before pruning."""
-    bench = Bench(ctx, of, model, on, text, seed)
+    bench = Bench(ctx, of, model, on, texts, seed)
     return bench.judge("dense", 0.0, budget={})
 
 
@@ -80,7 +104,7 @@ def pruned(
     of: Done | None,
     model: str,
     on: str,
-    text: Mapping[str, Any],
+    texts: Done,
     pruner: str,
     allocation: str,
     sparsity: float,
@@ -89,7 +113,7 @@ def pruned(
     """Prune by a rule: any pruner with any allocation but a learnt one."""
     from gnomon.methods.compress.pruning import prune
 
-    bench = Bench(ctx, of, model, on, text, seed)
+    bench = Bench(ctx, of, model, on, texts, seed)
     began = time.perf_counter()
     report = prune(bench.loaded.model, pruner, sparsity, allocation=allocation, calib=bench.calib)
     budget = bench.budget(seconds=time.perf_counter() - began)
@@ -102,7 +126,7 @@ def patterned(
     of: Done | None,
     model: str,
     on: str,
-    text: Mapping[str, Any],
+    texts: Done,
     pruner: str,
     pattern: str,
     steps: int,
@@ -112,7 +136,7 @@ def patterned(
     """Prune to an N:M pattern; steps and rate are MaskLLM's."""
     from gnomon.methods.compress.pruning import MaskLLMConfig, Pattern, PruneConfig, prune
 
-    bench = Bench(ctx, of, model, on, text, seed)
+    bench = Bench(ctx, of, model, on, texts, seed)
     learns = pruner == "maskllm"
     config = PruneConfig(maskllm=MaskLLMConfig(steps=steps, lr=lr, seed=seed))
     began = time.perf_counter()
@@ -130,7 +154,7 @@ def learnt(
     of: Done | None,
     model: str,
     on: str,
-    text: Mapping[str, Any],
+    texts: Done,
     method: str,
     sparsity: float,
     granularity: str,
@@ -152,7 +176,7 @@ def learnt(
     from gnomon.methods.compress.lua import LuaAllocator, collect_importance
     from gnomon.methods.compress.pruning import prune
 
-    bench = Bench(ctx, of, model, on, text, seed)
+    bench = Bench(ctx, of, model, on, texts, seed)
     net = bench.loaded.model
     before = fingerprints(net)
     began = time.perf_counter()
@@ -267,37 +291,36 @@ class Bench:
     """One model with its texts, and the way it is judged."""
 
     def __init__(
-        self, ctx: StageContext, of: Done | None, model: str, on: str, text: Mapping[str, Any], seed: int
+        self, ctx: StageContext, of: Done | None, model: str, on: str, texts: Done, seed: int
     ) -> None:
         """
         Args:
             of: a stage that trained the model; None loads `model` by name.
             on: "small" or "pretrained", for the records.
-            text: data, other, samples, batch, length, windows, questions, items, dtype.
+            texts: the stage :func:`prepared` of this model's tokenizer.
             seed: of the windows that pruners may read.
         """
+        import numpy as np
         import torch
 
-        from gnomon.core.data import Batches, corpus, token_stream
+        from gnomon.core.data import Batches
         from gnomon.core.models import load
 
-        self.ctx, self.on, self.text = ctx, on, text
-        name = model if of is None else str(of.dir / "model")
-        self.loaded: Loaded = load(name, dtype=text["dtype"])
-        learnt_text, judged = streams(self.loaded, text["data"])
+        self.ctx, self.on = ctx, on
+        text = texts.args["text"]
+        self.loaded: Loaded = load(model if of is None else str(of.dir / "model"), dtype=text["dtype"])
+        with np.load(texts.dir / "texts.npz", allow_pickle=False) as stored:
+            found = {name: torch.from_numpy(stored[name].astype(np.int64)) for name in stored.files}
         source = Batches(
-            learnt_text,
+            found["learnt"],
             batch=text["batch"],
             length=text["length"],
             generator=torch.Generator().manual_seed(seed),
         )
         self.calib: list[Tensor] = [next(source) for _ in range(max(1, text["samples"] // text["batch"]))]
-        self.held_out: Rows = rows(judged, text["length"], text["windows"])
-        self.other: Rows = ()
-        if text["other"]:
-            stream = token_stream(corpus(text["other"]), self.loaded.tokenizer)
-            self.other = rows(stream, text["length"], text["windows"])
-        self.questions: Items = items(text["questions"], parts(text["data"]).valid, text["items"])
+        self.held_out: Rows = rows(found["judged"], text["length"], text["windows"])
+        self.other: Rows = rows(found["other"], text["length"], text["windows"]) if "other" in found else ()
+        self.questions: Items = stored_items(texts.dir / "questions.json")
 
     def budget(self, *, seconds: float, steps: int = 0) -> dict[str, float]:
         """Text that was to be read (distinct tokens), training steps, seconds; nothing is tuned here."""
@@ -342,4 +365,4 @@ class Bench:
         return {metric: value for metric, value, _ in measured}
 
 
-__all__ = ["Bench", "adamw", "dense", "learnt", "operator", "patterned", "pruned"]
+__all__ = ["Bench", "adamw", "dense", "learnt", "operator", "patterned", "prepared", "pruned"]
