@@ -36,6 +36,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "lua magnitude": {"importance": "magnitude"},
 }
 """Changes of one thing each."""
+GRANULARITIES = ("lua column", "lua layer")
 JUDGED = (0.5, 0.6, 0.7)
 SPREAD = 0.01
 """Standard deviation of sparsities above which they count as different: one weight of a row of 96."""
@@ -81,6 +82,8 @@ class LuaStudy(StudyConfig):
     """With how many of `seeds` the pairs are run that no claim is about."""
     variants: tuple[str, ...] = ("lua", "lua column", "lua layer")
     """Out of `VARIANTS`."""
+    others_at: float = 0.7
+    """The sparsity at which those variants are run that no claim is about."""
     lua_steps: int = 120
     lua_lr: float = 5e-3
     group: int = 32
@@ -102,15 +105,15 @@ class LuaStudy(StudyConfig):
     """How many of `seeds` it is pruned with."""
     real_length: int = 512
     real_batch: int = 1
-    real_samples: int = 24
+    real_samples: int = 16
     real_windows: int = 8
-    real_items: int = 24
+    real_items: int = 16
     real_sparsities: tuple[float, ...] = JUDGED
     real_pairs_at: tuple[float, ...] = ()
     """Sparsities at which the other pairs are run, with the first seed."""
     real_extra: tuple[float, ...] = ()
     """Further sparsities, with the first seed."""
-    real_steps: int = 48
+    real_steps: int = 32
     real_lr: float = 5e-3
     real_group: int = 128
     real_dtype: str = "float32"
@@ -142,6 +145,7 @@ class LuaStudy(StudyConfig):
             "sparsities": (0.6,),
             "allocations": RULES,
             "variants": tuple(VARIANTS),
+            "others_at": 0.6,
             "lua_steps": 3,
             "group": 8,
             "patterns": ("2:4",),
@@ -157,11 +161,10 @@ class LuaStudy(StudyConfig):
             "sparsities": (0.5, 0.6, 0.7, 0.8),
             "allocations": RULES,
             "variants": tuple(VARIANTS),
-            "pair_seeds": 3,
-            "lua_steps": 200,
+            "pair_seeds": 2,
+            "lua_steps": 150,
             "patterns": ("2:4",),
             "real_model": "smollm2-135m",
-            "real_pairs_at": (0.6,),
             "real_extra": (0.8,),
         },
         "gpu": {
@@ -256,7 +259,7 @@ class LuaStudy(StudyConfig):
             lab.stage(dense, **start)
             for p in self.sparsities:
                 self._by_rule(lab, start, p, everything=number < self.pair_seeds)
-                for variant in self.variants:
+                for variant in self._variants(p, shown=number < self.pair_seeds):
                     feeds = PRUNERS if variant == LUA and number < self.pair_seeds else ()
                     self._learnt(lab, start, p, variant, feeds)
             if number < self.pair_seeds:
@@ -264,6 +267,12 @@ class LuaStudy(StudyConfig):
                     self._patterned(lab, start, which)
         if self.real_model is not None:
             self._real(lab, self.real_model)
+
+    def _variants(self, p: float, *, shown: bool) -> list[str]:
+        """Variants of Lua that are run at a sparsity; with `shown` those too that no claim is about."""
+        judged = [LUA, *(GRANULARITIES if p in JUDGED else ())]
+        more = shown and p == self.others_at
+        return [one for one in self.variants if one in judged or (more and one not in GRANULARITIES)]
 
     def _base(self, lab: Lab, seed: int) -> Handle:
         return lab.stage(
