@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from gnomon.core.timing import Contender, interleaved, spread, threads_set
 from gnomon.kernels import memory, native
 from gnomon.kernels.mglu import cpu, flash_mglu, glu, reference
-from gnomon.kernels.mglu.planes import unpack
+from gnomon.kernels.mglu.planes import by_rows, unpack
 
 SHAPES = "8192x2048,14336x4096"
 QUICK_SHAPES = "64x512,96x72"
@@ -64,7 +64,10 @@ class Operands:
         """Draw once, copy often enough."""
         g = torch.Generator().manual_seed(0)
         w, v = ((0.02 * torch.randn(d, h, generator=g)).bfloat16() for _ in range(2))
-        planes = {n: torch.randint(0, 256, (n, d, -(-h // 8)), generator=g, dtype=torch.uint8) for n in MASKS}
+        planes = {
+            n: by_rows(torch.randint(0, 256, (n, d, -(-h // 8)), generator=g, dtype=torch.uint8))
+            for n in MASKS
+        }
         if copies is None:
             plane = planes[1].nbytes
             decided = Copies.of(w.nbytes + plane, 2 * w.nbytes + sum(MASKS) * plane)
@@ -224,7 +227,7 @@ def in_cache(of: Operands, threads: int, repeats: int) -> dict[str, float]:
         w, v = (t[:1].expand(rows, -1).contiguous() for t in (of.weights[0], of.values[0]))
         turns.append(Contender(name=f"{name} {MATCHED}", calls=[partial(glu, x, w, v)] * CALLS))
         for n in MASKS:
-            planes = of.planes[n][0][:, :1].expand(-1, rows, -1).contiguous()
+            planes = by_rows(of.planes[n][0][:, :1].expand(-1, rows, -1))
             turns.append(
                 Contender(name=f"{name} {flash(n)}", calls=[partial(flash_mglu, x, w, planes, n)] * CALLS)
             )

@@ -111,6 +111,9 @@ SYSTEMS: tuple[System, ...] = (
         "NeurIPS 2025",
         "arXiv:2505.15433",
         "Positions and an attention mask that make a decoder blind to the order of listed items.",
+        extras=("train",),
+        status="works",
+        study="gnomon.studies.set_llm",
     ),
     System(
         "nf12",

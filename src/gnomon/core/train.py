@@ -339,10 +339,10 @@ def _targets(batch: Batch) -> int:
 
 
 def _tokens(batch: Batch) -> int:
-    """Real tokens that the model reads."""
+    """Real tokens that the model reads; all, where a mask of pairs doesn't tell which are real."""
     if isinstance(batch, Tensor):
         return batch.numel()
-    if "attention_mask" in batch:
+    if "attention_mask" in batch and batch["attention_mask"].ndim == 2:
         return int((batch["attention_mask"] != 0).sum())
     return batch["input_ids"].numel() if "input_ids" in batch else 0
 

@@ -24,9 +24,9 @@ _SIGNATURES = {  # of the functions called at every token, so that plain integer
     "gnomon_nf12_linear": (_I, _I, _P, _N, _N, _I, _P, _P, _P, _N, _N, _N, _I, _P),
     "gnomon_read": (_I, _P, _N),
     "gnomon_copy": (_I, _P, _P, _N),
-    "gnomon_mglu": (_I, _I, _P, _N, _N, _I, _P, _N, _N, _P, _I, _P, _I, _P),
+    "gnomon_mglu": (_I, _I, _P, _N, _N, _I, _P, _N, _N, _P, _I, _N, _N, _P, _I, _P),
     "gnomon_glu": (_I, _I, _P, _N, _N, _I, _P, _N, _P, _N, _N, _I, _P),
-    "gnomon_mglu_widen": (_I, _P, _N, _N, _N, _P, _I, _N, _N, _P),
+    "gnomon_mglu_widen": (_I, _P, _N, _N, _P, _I, _N, _N, _N, _N, _P),
     "gnomon_nf12_decode": (_I, _I, _P, _P, _P, _N, _N, _N, _I, _P, _N, _N, _P, _I),
 }
 

@@ -70,7 +70,7 @@ def products(
     from gnomon.core.timing import Contender, copies_for, interleaved, threads_set
     from gnomon.kernels import memory
     from gnomon.kernels.mglu import choice, flash_mglu, glu, reference
-    from gnomon.kernels.mglu.planes import unpack
+    from gnomon.kernels.mglu.planes import by_rows, unpack
 
     where = as_device(None)
     g = torch.Generator().manual_seed(rows + columns)
@@ -78,7 +78,7 @@ def products(
     x = torch.randn(1, columns, generator=torch.Generator().manual_seed(seed)).bfloat16().to(where)
     width = -(-columns // 8)
     bits = torch.randint(0, 256, (max(masks), rows, width), generator=g, dtype=torch.uint8).to(where)
-    planes = {n: bits[:n].contiguous() for n in masks}
+    planes = {n: by_rows(bits[:n]) if where.type == "cpu" else bits[:n].contiguous() for n in masks}
     dense = unpack(bits, columns).bfloat16()
     check(x, w, v, planes, dense)
     fewest = w.nbytes + planes[min(masks)].nbytes

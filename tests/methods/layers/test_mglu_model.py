@@ -156,6 +156,7 @@ def test_frozen_models_save_and_load(layout: str, dtype: torch.dtype, tmp_path: 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=dtype)
     before = logits(model)
     frozen = freeze_masks(model, layout)
+    packed = {name: t.clone() for name, t in frozen.state_dict().items()}
     assert frozen is model and not any("mask_logits" in name for name in model.state_dict())
     bound = 1e-4 if dtype == torch.float32 else 3e-2
     assert (logits(model) - before).norm() < bound * before.norm()
@@ -163,6 +164,10 @@ def test_frozen_models_save_and_load(layout: str, dtype: torch.dtype, tmp_path: 
     stored = load_file(tmp_path / "gnomon.safetensors")
     masks = {name: t for name, t in stored.items() if name.endswith(f"mask_{layout}")}
     assert len(masks) == 3 and all(t.dtype == torch.uint8 for t in masks.values())
+    assert all(
+        torch.equal(t, packed[name]) for name, t in masks.items()
+    )  # whatever the order in memory is by now
+    assert all(t.is_contiguous() for t in model.state_dict().values())
     again, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
     assert all(isinstance(mlp.proj, FrozenMGLULinear) for mlp in mglu_layers(again).values())

@@ -29,7 +29,8 @@ def mglu(x: Tensor, weight: Tensor, planes: Tensor, act: str, routes: Tensor | N
     failed = native.library().gnomon_mglu(
         native.ISAS.index(isa), torch.get_num_threads(),
         x.data_ptr(), x.shape[0], columns, native.DTYPES[x.dtype],
-        weight.data_ptr(), rows, weight.stride(0), planes.data_ptr(), len(planes),
+        weight.data_ptr(), rows, weight.stride(0),
+        planes.data_ptr(), len(planes), planes.stride(0), planes.stride(1),
         None if routes is None else routes.data_ptr(), _NUMBERS[canonical(act)], out.data_ptr(),
     )  # fmt: skip
     assert not failed, f"the chooser let {isa} through for {x.dtype}"
@@ -69,8 +70,8 @@ def blocked(x: Tensor, weight: Tensor, planes: Tensor, act: str, routes: Tensor 
             else buffer.new_empty(masks + 1, last - first, columns)
         )
         native.library().gnomon_mglu_widen(
-            torch.get_num_threads(), weight.data_ptr(), rows, columns, weight.stride(0),
-            planes.data_ptr(), masks, first, last, block.data_ptr(),
+            torch.get_num_threads(), weight.data_ptr(), columns, weight.stride(0),
+            planes.data_ptr(), masks, planes.stride(0), planes.stride(1), first, last, block.data_ptr(),
         )  # fmt: skip
         sums = (factor @ block.flatten(0, 1).T).view(len(x), masks + 1, last - first)
         whole, gates = sums[:, :1], sums[:, 1:]

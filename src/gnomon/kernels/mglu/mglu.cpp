@@ -12,6 +12,7 @@ enum Act : int { SILU, GELU, GELU_TANH, RELU, SIGMOID, IDENTITY };
 #include "../include/scalar.hpp"
 namespace scalar {
 constexpr int MOST_ABREAST = 0;  // masks up to which two rows of the weight go at once
+constexpr int GROUP = 4;         // masks that go over a row at once, as registers allow
 
 template <int N, int B>
 struct MaskedSums {
@@ -47,6 +48,7 @@ GNOMON_TARGET("avx2,fma")
 #include "../include/avx2.hpp"
 namespace avx2 {
 constexpr int MOST_ABREAST = 2;
+constexpr int GROUP = 4;
 
 // AVX2 has no mask registers. A broadcast of 32 mask bits is shifted, each lane by its own count, so that the lane's bit
 // is its sign, which is what a blend looks at: per eight weights and mask shift, blend, add; no tables, and the load
@@ -101,12 +103,13 @@ GNOMON_TARGET_END
 GNOMON_TARGET("avx512f,avx512bw,avx512vl,avx512dq")
 #include "../include/avx512.hpp"
 namespace avx512 {
-constexpr int MOST_ABREAST = 4;
+constexpr int MOST_ABREAST = 8;
+constexpr int GROUP = 8;
 
 // 16 weights at a time in their natural order, whose mask is a mask register loaded from the plane as it is.
 template <int N, int B>
 struct MaskedSums {
-  static constexpr int SETS = 2;
+  static constexpr int SETS = N <= 4 ? 2 : 1;
   __m512 sum[N + 1][B][SETS];
   template <int S, class Row>
   GNOMON_INLINE void add(const Row& row, const X* x, int64_t stride) {
@@ -168,12 +171,13 @@ GNOMON_TARGET_END
 GNOMON_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16")
 #include "../include/avx512_bf16.hpp"
 namespace avx512_bf16 {
-constexpr int MOST_ABREAST = 4;
+constexpr int MOST_ABREAST = 8;
+constexpr int GROUP = 8;
 
 // 32 weights at a time stay bfloat16: those that a mask leaves out become 0, and one vdpbf16ps multiplies and adds.
 template <int N, int B>
 struct MaskedSums {
-  static constexpr int SETS = 2;
+  static constexpr int SETS = N <= 4 ? 2 : 1;
   __m512 sum[N + 1][B][SETS];
   template <int S, class Row>
   GNOMON_INLINE void add(const Row& row, const X* x, int64_t stride) {
@@ -228,14 +232,15 @@ using gnomon::BF16;
 #endif
 
 // x (batch, columns) and out (batch, rows) of kind `dtype` (0 bfloat16, 1 float32); rows of the bfloat16 weight `stride`
-// elements apart; planes (masks, rows, ceil(columns / 8)), 1 to 16 of them; routes (batch, masks) or null.
+// elements apart; planes (masks, rows, ceil(columns / 8)), 1 to 16 of them, `plane` bytes apart and their rows `row`;
+// routes (batch, masks) or null.
 // Returns 0, or 1 for an instruction set that this build or dtype doesn't have.
 extern "C" int gnomon_mglu(int isa, int threads, const void* x, int64_t batch, int64_t columns, int dtype,
                            const void* weight, int64_t rows, int64_t stride, const void* planes, int masks,
-                           const void* routes, int act, void* out) {
+                           int64_t plane, int64_t row, const void* routes, int act, void* out) {
 #define GNOMON_RUN(NS)                                                                                              \
   gnomon::NS::run(gnomon::NS::Masks{static_cast<const uint16_t*>(weight), static_cast<const uint8_t*>(planes), rows, \
-                                    columns, stride, (columns + 7) / 8, masks},                                      \
+                                    columns, stride, plane, row, masks},                                             \
                   x, batch, dtype,                                                                                   \
                   gnomon::NS::End{gnomon::NS::finisher(act, false), masks, static_cast<const float*>(routes), out,   \
                                   rows, dtype},                                                                      \
@@ -259,17 +264,18 @@ extern "C" int gnomon_glu(int isa, int threads, const void* x, int64_t batch, in
 
 // For products of many rows of x: rows first ... last - 1 of W, then those of each M_i * W, widened into
 // out (masks + 1, last - first, columns).
-extern "C" void gnomon_mglu_widen(int threads, const void* weight, int64_t rows, int64_t columns, int64_t stride,
-                                  const void* planes, int masks, int64_t first, int64_t last, float* out) {
+extern "C" void gnomon_mglu_widen(int threads, const void* weight, int64_t columns, int64_t stride,
+                                  const void* planes, int masks, int64_t plane, int64_t step, int64_t first,
+                                  int64_t last, float* out) {
   const uint16_t* const w = static_cast<const uint16_t*>(weight);
   const uint8_t* const bits = static_cast<const uint8_t*>(planes);
-  const int64_t width = (columns + 7) / 8, height = last - first;
+  const int64_t height = last - first;
   gnomon::split(height, 1, threads, [&](int64_t from, int64_t to) {
     for (int64_t n = from; n < to; n++) {
       float* const whole = out + n * columns;
       for (int64_t k = 0; k < columns; k++) whole[k] = gnomon::widen(w[(first + n) * stride + k]);
       for (int i = 0; i < masks; i++) {
-        const uint8_t* const row = bits + (i * rows + first + n) * width;
+        const uint8_t* const row = bits + i * plane + (first + n) * step;
         float* const part = out + ((i + 1) * height + n) * columns;
         int64_t k = 0;
         for (; k + 8 <= columns; k += 8)
@@ -298,5 +304,6 @@ GNOMON_LOOPS(avx512)
 GNOMON_TARGET_END
 GNOMON_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16")
 GNOMON_LOOPS(avx512_bf16)
+GNOMON_LOOP(avx512_bf16, 8)
 GNOMON_TARGET_END
 #endif

@@ -33,7 +33,7 @@ def mglu(
         MissingExtra, GnomonError: Triton can't run on the device of x.
     """
     require(x.device, "FlashMGLU's Triton kernel")
-    return _run(x, weight.contiguous(), None, planes, act, routes)
+    return _run(x, weight.contiguous(), None, planes.contiguous(), act, routes)
 
 
 def glu(
