@@ -135,6 +135,9 @@ SYSTEMS: tuple[System, ...] = (
         "NeurIPS 2025",
         "no arXiv id known",
         "Learns one pruning threshold per weight row end to end, inside and across layers.",
+        status="works",
+        study="gnomon.studies.lua",
+        apply=("lua=gnomon.methods.compress.lua.apply",),
     ),
     System(
         "shapley",

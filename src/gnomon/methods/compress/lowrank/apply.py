@@ -25,8 +25,9 @@ from gnomon.core.errors import GnomonError, UsageError, unknown
 from gnomon.core.forms import PLAIN, Weights
 from gnomon.core.layers import linears
 from gnomon.core.places import parameters, skeleton
-from gnomon.core.safe_files import DTYPES
+from gnomon.core.refs import as_path
 
+from ..applied import as_stored, draw_windows, in_batches, main_dtype, require_decoder, token_stream_of
 from .compress import METHODS, compress_lowrank
 from .config import ASVDConfig, LoraUpdate, SVDLLMConfig
 from .factors import require_keep
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
 
 WITHOUT_TEXT = ("svd",)
 """Methods that look at the weights alone."""
-
-BATCH = 4096
-"""Tokens of calibration text that run through the model at once, or one window."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +85,8 @@ def prepare(checkpoint: Checkpoint, settings: LowRankSettings) -> Mapping[str, A
             tokenizer for the text.
     """
     model = skeleton(checkpoint.config)
-    layers = _require_decoder(model)
-    _dtype(checkpoint)
+    layers = _require_layers(model)
+    main_dtype(checkpoint, "compress")
     places = parameters(model, checkpoint.entries)
     known = {place for name, place in places.items() if name.endswith(".weight")}
     for name in layers:
@@ -113,31 +111,17 @@ def calibration(checkpoint: Checkpoint, settings: LowRankSettings) -> tuple[str,
         UsageError: a text shorter than one window.
         GnomonError: no such text, no tokenizer.
     """
-    from transformers import AutoTokenizer
-
-    from gnomon.core.data import Batches, corpus, token_stream
-
-    text = corpus(settings.calib)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            checkpoint.folder, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # files from anywhere raise anything
-        raise GnomonError(
-            f"{settings.method} reads calibration text, but the tokenizer of {checkpoint.folder} can't be loaded "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Put the tokenizer's "
-            "files into the folder, or use method=svd, which needs none."
-        ) from None
-    stream = token_stream(text, tokenizer)
-    length = min(settings.length, _reach(checkpoint.config))
-    if len(stream) < length:
-        raise UsageError(
-            f"The calibration text {text.name} has {len(stream):,} tokens, fewer than one window of {length:,}. Give "
-            "a longer text, or a smaller length."
-        )
-    generator = torch.Generator().manual_seed(settings.seed)
-    batches = Batches(stream, batch=settings.samples, length=length, generator=generator)
-    return text.sha256, next(batches)
+    instead = "method=svd, which needs none"
+    text, stream = token_stream_of(checkpoint, settings.calib, method=settings.method, instead=instead)
+    windows = draw_windows(
+        stream,
+        checkpoint,
+        name=as_path(settings.calib).name,
+        samples=settings.samples,
+        length=settings.length,
+        seed=settings.seed,
+    )
+    return text, windows
 
 
 def run(source: Source, folder: Path, settings: LowRankSettings) -> None:
@@ -145,10 +129,10 @@ def run(source: Source, folder: Path, settings: LowRankSettings) -> None:
     from gnomon.core.models import load_model
 
     checkpoint = source.checkpoint
-    model = load_model(source.folder, dtype=_dtype(checkpoint))
+    model = load_model(source.folder, dtype=main_dtype(checkpoint, "compress"))
     places = parameters(model, checkpoint.entries)  # asked before the layers are replaced
     windows = calibration(checkpoint, settings)[1] if settings.reads_text else None
-    calib = None if windows is None else _batches(windows)
+    calib = None if windows is None else in_batches(windows)
     config = (
         SVDLLMConfig(update=LoraUpdate(seed=settings.seed)) if settings.method == "svd_llm_lora" else None
     )
@@ -167,12 +151,12 @@ def run(source: Source, folder: Path, settings: LowRankSettings) -> None:
         stem = stems.get(name)
         if stem in layers:
             stored, layer = name.removesuffix(".weight"), layers[stem]
-            return {stored + A: _as(layer.a, tensor), stored + B: _as(layer.b, tensor)}
+            return {stored + A: as_stored(layer.a, tensor), stored + B: as_stored(layer.b, tensor)}
         now = state.get(places.get(name, ""))
         if now is None or now.shape != tensor.shape:  # merged on loading: none of these is compressed
             return None
-        now = _as(now, tensor)
-        return None if torch.equal(now, _as(tensor.to(model.dtype), tensor)) else {name: now}
+        now = as_stored(now, tensor)
+        return None if torch.equal(now, as_stored(tensor.to(model.dtype), tensor)) else {name: now}
 
     weights = Weights(checkpoint, PLAIN, {})
     form = form_with(ranks)
@@ -180,19 +164,9 @@ def run(source: Source, folder: Path, settings: LowRankSettings) -> None:
     write_config(checkpoint, PLAIN, form, folder)
 
 
-def _require_decoder(model: PreTrainedModel) -> dict[str, nn.Linear]:
+def _require_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """The linear layers of a decoder-only language model, by its classes alone; anything else is refused."""
-    from transformers.models.auto import modeling_auto as auto
-
-    name, config = type(model).__name__, model.config
-    masked = config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    masked = masked and getattr(config, "is_decoder", True) is False
-    encodes = getattr(config, "is_encoder_decoder", False) or masked
-    if name not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or encodes:
-        raise UsageError(
-            f"{name} is no decoder-only language model, which low rank is for. Give one that AutoModelForCausalLM "
-            "loads with all its weights."
-        )
+    require_decoder(model, "low rank")
     found: dict[str, nn.Linear] = {}
     for layer, module in linears(model).items():
         if type(module) is not nn.Linear:
@@ -202,39 +176,6 @@ def _require_decoder(model: PreTrainedModel) -> dict[str, nn.Linear]:
             )
         found[layer] = module
     return found
-
-
-def _reach(config: Mapping[str, Any]) -> int:
-    """Most tokens that the model reads at once, as far as its configuration says."""
-    inner = config.get("text_config")
-    for table in (config, inner if isinstance(inner, dict) else {}):
-        for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
-            if type(table.get(key)) is int and table[key] > 1:
-                return int(table[key])
-    return 2**31
-
-
-def _dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """What most of the weights are stored in: the model is computed in it."""
-    counts: dict[torch.dtype, int] = {}
-    for entry in checkpoint.entries.values():
-        kind = DTYPES[entry.dtype]
-        if kind.is_floating_point and kind.itemsize > 1:
-            counts[kind] = counts.get(kind, 0) + entry.numel
-    if not counts:
-        raise GnomonError("This checkpoint holds no floating-point weights to compress.")
-    return max(counts, key=lambda kind: counts[kind])
-
-
-def _batches(windows: Tensor) -> list[Tensor]:
-    """As many windows at once as make :data:`BATCH` tokens."""
-    rows = max(1, BATCH // windows.shape[1])
-    return [windows[first : first + rows] for first in range(0, len(windows), rows)]
-
-
-def _as(value: Tensor, like: Tensor) -> Tensor:
-    """As it is stored: on the CPU, in the dtype of the tensor that it stands for."""
-    return value.detach().to("cpu", like.dtype).contiguous()
 
 
 def _require_places(model: nn.Module, layers: Mapping[str, LowRankLinear], stems: Mapping[str, str]) -> None:
