@@ -56,6 +56,12 @@ def test_bits_by_hand(tmp_path: Path) -> None:
     assert torch.equal(load_masks(tmp_path)["a"], mask)
 
 
+def test_masks_in_any_memory_order(tmp_path: Path) -> None:
+    mask = torch.rand(6, 20, generator=torch.Generator().manual_seed(0)) < 0.5
+    save_masks({"a": mask.T.contiguous().T}, tmp_path / MASKS)
+    assert torch.equal(load_masks(tmp_path)["a"], mask)
+
+
 def test_a_model_that_was_trained_since_is_refused(tmp_path: Path) -> None:
     model = tiny_family("llama")
     report = prune(model, "magnitude", 0.5)

@@ -197,4 +197,4 @@ def _kept_of(masks: Masks, m: int) -> dict[str, int]:
 
 
 def _packed(mask: Tensor) -> Tensor:
-    return torch.from_numpy(np.packbits(mask.cpu().numpy(), axis=1, bitorder="little"))
+    return torch.from_numpy(np.packbits(mask.cpu().contiguous().numpy(), axis=1, bitorder="little"))
