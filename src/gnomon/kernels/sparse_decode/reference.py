@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-__all__ = ["attend", "decode", "join", "keep", "scores", "winners"]
+__all__ = ["attend", "bucket_count", "decode", "join", "keep", "scores", "winners"]
 
 EMPTY = -1
 """Position of a bucket that no visible key fell into."""
@@ -45,6 +45,11 @@ def scores(
     return found if visible is None else found.masked_fill(~visible[:, None], -torch.inf)
 
 
+def bucket_count(n: int, oversample: int, length: int) -> int:
+    """Buckets that make a difference: where there is one per position, more of them change nothing."""
+    return min(n * oversample, max(n, length))
+
+
 def winners(
     scores: Float[Tensor, "*rows L"], buckets: int, first: int = 0
 ) -> tuple[Float[Tensor, "*rows buckets"], Int[Tensor, "*rows buckets"]]:
@@ -56,7 +61,9 @@ def winners(
     length = scores.shape[-1]
     rows = -(-length // buckets)
     padded = torch.nn.functional.pad(scores, (0, rows * buckets - length), value=-torch.inf)
-    best, row = padded.unflatten(-1, (rows, buckets)).max(-2)  # the first of equal ones: the lower position
+    best, row = torch.unflatten(padded, -1, (rows, buckets)).max(
+        -2
+    )  # the first of equal ones: the lower position
     at = first + row * buckets + torch.arange(buckets, device=scores.device)
     return best, at.masked_fill(best == -torch.inf, EMPTY)
 
@@ -114,5 +121,5 @@ def decode(
 ) -> tuple[Float[Tensor, "B Hq d"], Int[Tensor, "B Hq n"]]:
     """(output in the dtype of q, kept positions)."""
     found = scores(q, k, scale, visible)
-    at = keep(*winners(found, n * oversample), n)
+    at = keep(*winners(found, bucket_count(n, oversample, k.shape[2])), n)
     return attend(found, at, v).to(q.dtype), at

@@ -27,7 +27,7 @@ __all__ = ["align", "fold_queries", "merge_keys", "moments", "pairs", "retained"
 
 def pairs(rows: Float[Tensor, "out ..."], width: int) -> Complex[Tensor, "heads F ..."]:
     """Rows of a projection (or a bias) as complex rows per head and frequency."""
-    halves = rows.double().unflatten(0, (-1, 2, width // 2))
+    halves = torch.unflatten(rows.double(), 0, (-1, 2, width // 2))
     return torch.complex(halves[:, 0].contiguous(), halves[:, 1].contiguous())
 
 
@@ -44,7 +44,7 @@ def moments(
     Args:
         cov: C = E[x xᵀ]; None is the identity.
     """
-    z = z.unflatten(0, (groups, -1)).transpose(1, 2)  # (K, F, r, D)
+    z = torch.unflatten(z, 0, (groups, -1)).transpose(1, 2)  # (K, F, r, D)
     left = z if cov is None else z @ cov.to(z.dtype)
     return left @ z.mH
 
@@ -72,7 +72,7 @@ def merge_keys(
     rows: Float[Tensor, "out ..."], u: Complex[Tensor, "K F r"], width: int
 ) -> Float[Tensor, "kept ..."]:
     """W'_K (or its bias): z'_f = Σ_g conj(u_{g,f}) z_{g,f}."""
-    z = pairs(rows, width).unflatten(0, (u.shape[0], u.shape[2])).transpose(1, 2)  # (K, F, r, *D)
+    z = torch.unflatten(pairs(rows, width), 0, (u.shape[0], u.shape[2])).transpose(1, 2)  # (K, F, r, *D)
     mixed = (u.conj().reshape(*u.shape, *[1] * (z.ndim - 3)) * z).sum(2)
     return unpaired(mixed).to(rows.dtype)
 
@@ -89,10 +89,10 @@ def fold_queries(
 
 def mean_keys(rows: Float[Tensor, "out ..."], groups: int, width: int) -> Float[Tensor, "kept ..."]:
     """The mean of the heads of each group, as GQA is made from multi-head attention."""
-    heads = rows.unflatten(0, (groups, -1, width))
+    heads = torch.unflatten(rows, 0, (groups, -1, width))
     return heads.double().mean(1).flatten(0, 1).to(rows.dtype)
 
 
 def first_keys(rows: Float[Tensor, "out ..."], groups: int, width: int) -> Float[Tensor, "kept ..."]:
     """The first head of each group."""
-    return rows.unflatten(0, (groups, -1, width))[:, 0].flatten(0, 1).clone()
+    return torch.unflatten(rows, 0, (groups, -1, width))[:, 0].flatten(0, 1).clone()

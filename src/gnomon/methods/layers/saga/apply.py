@@ -29,12 +29,13 @@ from gnomon.core.safe_files import DTYPES
 
 from .config import SagaConfig
 from .convert import default_key_heads, require_convertible, to_saga
-from .model import stated
+from .model import attentions, stated
 
 BATCH = 4096
 """Tokens of calibration text that run through the model at once, or one window."""
 
 CHANGED = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
+"""Parameters of an attention module that a conversion changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +101,7 @@ def prepare(checkpoint: Checkpoint, settings: SagaSettings) -> Mapping[str, Any]
     config = _config(model, settings)
     require_convertible(model, config, settings.init)
     places = set(parameters(model, checkpoint.entries).values())
-    wanted = {name for name in model.state_dict() if name.endswith(CHANGED) and ".self_attn." in name}
-    if missing := wanted - places:
+    if missing := _changed(model) - places:
         raise GnomonError(
             f"{min(missing)} is no tensor of its own in this checkpoint: Transformers puts it together on loading. "
             "Use to_saga in memory."
@@ -110,6 +110,13 @@ def prepare(checkpoint: Checkpoint, settings: SagaSettings) -> Mapping[str, Any]
         return {}
     text, windows = calibration(checkpoint, settings)
     return {"calib_sha256": text, "calib_tokens": windows.numel()}
+
+
+def _changed(model: Any) -> set[str]:
+    """Names of the parameters that a conversion changes."""
+    own = {id(attn) for attn in attentions(model)}
+    found = (f"{name}.{part}" for name, m in model.named_modules() if id(m) in own for part in CHANGED)
+    return {*found} & model.state_dict().keys()
 
 
 def _config(model: Any, settings: SagaSettings) -> SagaConfig:
@@ -165,7 +172,7 @@ def run(source: Source, folder: Path, settings: SagaSettings) -> None:
     checkpoint = source.checkpoint
     model: Any = load_model(source.folder, dtype=_dtype(checkpoint))
     places = parameters(model, checkpoint.entries)  # asked before the layers are replaced
-    name = type(model).__name__
+    name, changed = type(model).__name__, _changed(model)
     config = _config(model, settings)
     batches = None
     if _reads_text(config, settings):
@@ -177,7 +184,7 @@ def run(source: Source, folder: Path, settings: SagaSettings) -> None:
 
     def convert(stored: str, tensor: Tensor) -> Mapping[str, Tensor] | None:
         place = places.get(stored, "")
-        if ".self_attn." not in place or not place.endswith(CHANGED):
+        if place not in changed:
             return None
         return {stored: state[place].detach().to("cpu", tensor.dtype).contiguous()}
 

@@ -120,7 +120,8 @@ def trainer_class() -> Any:
             """The stage's loss of one batch."""
             given = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
             hidden = self.loss == "hidden"
-            real = given["attention_mask"] != 0
+            mask = given.get("attention_mask")
+            real = torch.ones_like(given["input_ids"], dtype=torch.bool) if mask is None else mask != 0
             with torch.no_grad(), evaluation_mode(self.teacher):
                 goal = self.teacher(**given, use_cache=False, output_hidden_states=hidden)
             labels = None if self.kl_share == 1 or hidden else inputs["labels"]

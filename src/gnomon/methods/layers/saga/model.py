@@ -111,18 +111,13 @@ def saga_config(model: nn.Module) -> SagaConfig:
     Raises:
         UsageError: it isn't one.
     """
-    found = {
-        module.saga
-        for module in unwrap(model).modules()
-        if isinstance(getattr(module, "saga", None), SagaConfig)
-    }
+    stated_by = [getattr(module, "saga", None) for module in unwrap(model).modules()]
+    found = {one for one in stated_by if isinstance(one, SagaConfig)}
     if len(found) != 1:
         raise UsageError(
             f"{type(unwrap(model)).__name__} is no SAGA model. Convert one with to_saga(model, config)."
         )
-    settings: SagaConfig
-    [settings] = found
-    return settings
+    return found.pop()
 
 
 def configure(model: nn.Module, **changes: Any) -> SagaConfig:

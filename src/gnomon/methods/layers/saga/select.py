@@ -27,8 +27,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
-from gnomon.kernels.sparse_decode.reference import keep, winners
+from gnomon.kernels.sparse_decode.reference import bucket_count, keep, winners
 
 from .config import SagaConfig
 
@@ -59,7 +60,7 @@ def select(scores: Float[Tensor, "*rows L"], n: int, c: int = 1) -> Int[Tensor, 
 
     -1 where a bucket is empty; the lower position of equal scores.
     """
-    return keep(*winners(scores, c * n), n)
+    return keep(*winners(scores, bucket_count(n, c, scores.shape[-1])), n)
 
 
 def exact(scores: Float[Tensor, "*rows L"], n: int) -> Int[Tensor, "*rows n"]:
@@ -74,7 +75,7 @@ def exact(scores: Float[Tensor, "*rows L"], n: int) -> Int[Tensor, "*rows n"]:
 
 
 def _padded(at: Tensor, n: int) -> Tensor:
-    return torch.nn.functional.pad(at, (0, n - at.shape[-1]), value=-1)
+    return F.pad(at, (0, n - at.shape[-1]), value=-1)
 
 
 def first_of(mask: Bool[Tensor, "*rows L"], n: int) -> Int[Tensor, "*rows n"]:
@@ -139,9 +140,9 @@ class Quest:
         page = min(self.page, n)
         pages = -(-length // page)
         seen = (asked.scores > -torch.inf).any(1, keepdim=True)  # (B, 1, T, L)
-        seen = torch.nn.functional.pad(seen, (0, pages * page - length)).unflatten(-1, (pages, page))
+        seen = torch.unflatten(F.pad(seen, (0, pages * page - length)), -1, (pages, page))
         k = asked.k.to(asked.scores.dtype)
-        k = torch.nn.functional.pad(k, (0, 0, 0, pages * page - length)).unflatten(2, (pages, page))
+        k = torch.unflatten(F.pad(k, (0, 0, 0, pages * page - length)), 2, (pages, page))
         real = seen.any(2)[..., None]  # (B, 1, pages, page, 1): some row sees the key
         high = k.masked_fill(~real, -torch.inf).amax(3).nan_to_num(neginf=0.0)
         low = k.masked_fill(~real, torch.inf).amin(3).nan_to_num(posinf=0.0)
@@ -154,7 +155,7 @@ class Quest:
         best = exact(bound.masked_fill(number == newest, torch.inf).masked_fill(~some, -torch.inf), n // page)
         at = best[..., None] * page + torch.arange(page, device=k.device)
         at = at.masked_fill(best[..., None] < 0, length).flatten(-2).clamp(max=length)
-        past = torch.nn.functional.pad(asked.scores, (0, 1), value=-torch.inf)
+        past = F.pad(asked.scores, (0, 1), value=-torch.inf)
         return at.masked_fill(past.gather(-1, at) == -torch.inf, -1)
 
 
@@ -166,7 +167,7 @@ class Shared:
     oversample: int = 1
 
     def __call__(self, asked: Asked, n: int) -> Tensor:
-        grouped = asked.scores.unflatten(1, (asked.k.shape[1], -1))
+        grouped = torch.unflatten(asked.scores, 1, (asked.k.shape[1], -1))
         pooled = grouped.amax(2) if self.pool == "max" else grouped.mean(2)
         at = select(pooled, n, self.oversample)
         return at[:, :, None].expand(-1, -1, grouped.shape[2], -1, -1).flatten(1, 2)
@@ -179,8 +180,8 @@ class Contiguous:
     def __call__(self, asked: Asked, n: int) -> Tensor:
         length = asked.scores.shape[-1]
         width = -(-length // n)
-        padded = torch.nn.functional.pad(asked.scores, (0, n * width - length), value=-torch.inf)
-        best, at = padded.unflatten(-1, (n, width)).max(-1)
+        padded = F.pad(asked.scores, (0, n * width - length), value=-torch.inf)
+        best, at = torch.unflatten(padded, -1, (n, width)).max(-1)
         at = at + torch.arange(n, device=at.device) * width
         return at.masked_fill(best == -torch.inf, -1)
 
