@@ -40,7 +40,7 @@ from gnomon.methods.layers.saga import (
     to_saga,
 )
 from gnomon.methods.layers.saga.align import pairs, unpaired
-from gnomon.methods.layers.saga.convert import key_moments
+from gnomon.methods.layers.saga.calibrate import key_moments
 from gnomon.methods.layers.saga.hf import SagaStaticCache
 from gnomon.methods.layers.saga.model import attentions
 
@@ -325,20 +325,20 @@ def multiples(family: str, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", PLAIN)
-@pytest.mark.parametrize("calibrated", [True, False])
-def test_complex_multiples_convert_without_loss(family: str, calibrated: bool, tmp_path: Path) -> None:
+def test_complex_multiples_convert_without_loss(family: str, tmp_path: Path) -> None:
     model = multiples(family, **PLAIN[family])
     config = SagaConfig(num_key_heads=1, num_value_heads=2, top_n=99)
-    aligned = to_saga(model, config, [IDS] if calibrated else None)
+    aligned = to_saga(model, config, [IDS])
     torch.testing.assert_close(logits(aligned), logits(model), atol=2e-4, rtol=1e-3)
-    assert align_model(model, 1, [IDS]).energy == pytest.approx([1] * 3)
+    found = align_model(model, 1, [IDS])
+    assert found.energy == pytest.approx([1] * 3) and found.tokens == 32
+    assert torch.equal(logits(to_saga(model, config, found)), logits(aligned))
     for init in ("mean", "first"):
         assert not torch.allclose(logits(to_saga(model, config, init=init)), logits(model), atol=1e-2)
-    if calibrated:
-        aligned.save_pretrained(tmp_path)
-        again, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-        assert not any(report.values()) and torch.equal(logits(again), logits(aligned))
-        assert [p.k_proj.bias is not None for p in attentions(again)] == [family == "qwen2"] * 3
+    aligned.save_pretrained(tmp_path)
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()) and torch.equal(logits(again), logits(aligned))
+    assert [p.k_proj.bias is not None for p in attentions(again)] == [family == "qwen2"] * 3
 
 
 def test_alignment_loses_less_than_the_mean() -> None:
@@ -415,6 +415,8 @@ def test_bad_conversions_are_refused_before_any_work() -> None:
         (ONE, [IDS], "alined", "Did you mean 'aligned'"),
         (ONE, IDS, "aligned", "must be a list of batches"),
         (ONE, [], "aligned", "must be a list of batches"),
+        (ONE, None, "aligned", "init='aligned' needs text"),
+        (ONE, align_model(tiny_family("llama", num_hidden_layers=2), 1, [IDS]), "aligned", "is for 2 layers"),
         (ONE, [IDS[0]], "aligned", "Batch 0 of calibration"),
         (ONE, [IDS + 20], "aligned", "Was it made with another tokenizer"),
         (ONE, [{"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}], "aligned", "holds no tokens"),

@@ -2,8 +2,9 @@
 
 Paper: "More Value per Key: Asymmetric Sparse Attention for Faster LLM Decoding", NeurIPS 2026, arXiv:2610.04753.
 Here:  attention with three head counts (`attention`), Atop-N and other selectors behind one protocol (`select`), the
-       formulas of traffic and recall (`cost`), conversion of pretrained models (`to_saga`; `align` has the algebra),
-       distillation (`convert_and_finetune`), statistics (`selection_stats`), Transformers classes (`hf`).
+       formulas of traffic and recall (`cost`), conversion of pretrained models (`to_saga`, whose algebra is `align`
+       and whose statistics are `calibrate`), distillation (`convert_and_finetune`), statistics of a choice
+       (`selection_stats`), Transformers classes (`hf`).
 Not here: the step's kernels (`gnomon.kernels.sparse_decode`), registration with the Auto classes (`import gnomon.hf`),
        `gnomon apply saga` (`apply`), the study.
 Inferred: nearly all. Only the abstracts were available, so the definition of Atop-N (best score of each of N strided
@@ -37,11 +38,12 @@ from typing import Any
 
 from gnomon.kernels.sparse_decode import sparse_decode
 
-from .attention import dense_attention, head_map, saga_attention, saga_attention_eager, sparse_attention
+from .attention import dense_attention, head_map, sparse_attention
 from .config import SELECTORS, SagaConfig
 from .convert import INITS, Alignment, align_model, default_key_heads, to_saga
 from .cost import Cost, cost_model, expected_recall
 from .distill import STAGES, convert_and_finetune
+from .interface import saga_attention, saga_attention_eager
 from .model import configure, saga_config
 from .select import Asked, Selector, choose, exact, select, selector_of
 from .stats import LayerSelection, kept_mass, recall, selection_stats

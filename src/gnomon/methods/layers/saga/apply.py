@@ -116,7 +116,7 @@ def _changed(model: Any) -> set[str]:
     """Names of the parameters that a conversion changes."""
     own = {id(attn) for attn in attentions(model)}
     found = (f"{name}.{part}" for name, m in model.named_modules() if id(m) in own for part in CHANGED)
-    return {*found} & model.state_dict().keys()
+    return set(found) & set(model.state_dict())
 
 
 def _config(model: Any, settings: SagaSettings) -> SagaConfig:

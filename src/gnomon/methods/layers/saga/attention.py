@@ -6,8 +6,9 @@
 A single query row reads only the values that it keeps; several rows at once are a masked softmax, block by block, so
 that no more than :data:`ROOM` scores exist at a time (but gradients keep all of them).
 
-Here:  these functions, and the two that Transformers calls (`saga_attention`, `saga_attention_eager`).
-Not here: what is kept (`select`), the single step's kernels (`gnomon.kernels.sparse_decode`), models (`hf`).
+Here:  these functions.
+Not here: what is kept (`select`), the single step's kernels (`gnomon.kernels.sparse_decode`), the functions that
+       Transformers calls (`interface`).
 
 Shapes: B sequences, Hq, Hk, Hv heads, T query rows, L positions, d head dimension.
 """
@@ -15,14 +16,12 @@ Shapes: B sequences, Hq, Hk, Hv heads, T query rows, L positions, d head dimensi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from gnomon.core.errors import UsageError
 from gnomon.kernels.sparse_decode import sparse_decode
 
 from .config import SagaConfig
@@ -30,11 +29,11 @@ from .select import Asked, choose, window
 
 __all__ = [
     "dense_attention",
+    "dense_weights",
     "head_map",
     "kept_mask",
-    "saga_attention",
-    "saga_attention_eager",
     "sparse_attention",
+    "values",
 ]
 
 ROOM = 1 << 24
@@ -61,8 +60,8 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return (grouped @ k.transpose(-1, -2)).view(batch, heads, rows, -1) * scale
 
 
-def _values(p: Tensor, v: Tensor) -> Tensor:
-    """(B, Hq, T, d) from weights (B, Hq, T, L)."""
+def values(p: Float[Tensor, "B Hq T L"], v: Float[Tensor, "B Hv L d"]) -> Float[Tensor, "B Hq T d"]:
+    """Sums of values by weights, without copies of v for each query head."""
     batch, heads, rows, length = p.shape
     return (p.reshape(batch, v.shape[1], -1, length) @ v).view(batch, heads, rows, -1)
 
@@ -181,7 +180,7 @@ def sparse_attention(
             q[:, :, part], k, some, None if bias is None else _rows(bias, part), config, scale, watch
         )
         p = F.dropout(p, dropout) if dropout else p
-        outs.append(_values(p.to(v.dtype), v))
+        outs.append(values(p.to(v.dtype), v))
         shares += [p] if weights else []
     return torch.cat(outs, 2).to(q.dtype), torch.cat(shares, 2) if weights else None
 
@@ -220,89 +219,3 @@ def _sparse_weights(
     if watch is not None:
         watch(asked, at)
     return _softmax(scores, kept_mask(at, k.shape[2]), None)
-
-
-# ----------------------------------------------------------------------------------- what Transformers calls
-
-
-def saga_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention (B, T, Hq, d) of a layer, in the form of Transformers' AttentionInterface; its name there is `saga`.
-
-    Args:
-        module: `module.saga` is its :class:`SagaConfig`; without one it is dense. `module.layer_idx` is its depth.
-        query, key, value: (B, Hq, T, d), (B, Hk, L, d), (B, Hv, L, d).
-
-    Raises:
-        UsageError: what only other implementations can do: a paged cache, a position bias.
-    """
-    return _attention(module, query, key, value, attention_mask, scaling, dropout, is_causal, False, kwargs)[
-        0
-    ], None
-
-
-def saga_attention_eager(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """As :func:`saga_attention`, in plain torch, with the weights (B, Hq, T, L); its name is `saga_eager`."""
-    out, p = _attention(module, query, key, value, attention_mask, scaling, dropout, is_causal, True, kwargs)
-    assert p is not None
-    return out, p
-
-
-def _attention(
-    module: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    is_causal: bool | None,
-    eager: bool,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    for name in ("cache", "position_bias", "s_aux", "softcap", "sliding_window"):
-        if kwargs.get(name) is not None:
-            raise UsageError(f"SAGA attention has no {name}; {type(module).__name__} asks for it.")
-    config: SagaConfig | None = getattr(module, "saga", None)
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if config is not None and chooses(
-        config, getattr(module, "layer_idx", None) or 0, q.shape[2], k.shape[2]
-    ):
-        watch = getattr(module, "saga_watch", None)
-        out, p = sparse_attention(
-            q, k, v, config, mask, scale=scale, causal=causal, dropout=dropout, watch=watch, weights=eager
-        )
-    elif eager:
-        p = dense_weights(q, k, mask, scale=scale, causal=causal)
-        out = _values((F.dropout(p, dropout) if dropout else p).to(v.dtype), v)
-    else:
-        p, out = None, dense_attention(q, k, v, mask, scale=scale, causal=causal, dropout=dropout)
-    return out.transpose(1, 2).contiguous(), None if p is None else p.to(q.dtype)
-
-
-def chooses(config: SagaConfig, layer: int, rows: int, length: int) -> bool:
-    """Whether a layer chooses among `length` positions for `rows` query rows; else it is dense."""
-    several = rows > 1 and not config.sparse_prefill
-    return not (
-        several or config.selector == "dense" or layer < config.dense_layers or length <= config.top_n
-    )

@@ -6,21 +6,17 @@
 
 Values and output projection stay. What is lost is for training to recover (`distill`).
 
-Here:  what a model must be, the statistics of its own keys, the new weights.
-Not here: the algebra (`align`), model classes (`hf`).
-Differs from the card: S_f = E[z zᴴ] is summed over the keys that the projections put out, not made from E[x xᵀ], which
-        is the same (biases included) and takes r² numbers per frequency instead of D² per layer.
+Here:  what a model must be, the new weights.
+Not here: the algebra (`align`), the statistics of a model's keys (`calibrate`), model classes (`hf`).
 
-Shapes: B sequences, T tokens, K new key heads, r old ones each, F = d/2.
+Shapes: K new key heads, r old ones each, F = d/2.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,28 +24,17 @@ import torch
 from jaxtyping import Complex
 from torch import Tensor, nn
 
-from gnomon.core.errors import NumericalFailure, UsageError, unknown
-from gnomon.core.layers import decoder_stack, unwrap
-from gnomon.core.scoring import evaluating, position_ids
+from gnomon.core.errors import UsageError, unknown
+from gnomon.core.layers import unwrap
 
-from .align import align, first_keys, fold_queries, mean_keys, merge_keys, moments, pairs, retained
+from .align import align, first_keys, fold_queries, mean_keys, merge_keys, retained
+from .calibrate import Calib, key_moments
 from .config import SagaConfig
 from .model import attentions, key_norm, narrow_keys, require_fit
 
-__all__ = [
-    "INITS",
-    "Alignment",
-    "align_model",
-    "default_key_heads",
-    "key_moments",
-    "require_convertible",
-    "to_saga",
-]
+__all__ = ["INITS", "Alignment", "align_model", "default_key_heads", "require_convertible", "to_saga"]
 
 INITS = ("aligned", "mean", "first")
-
-Calib = Sequence[Tensor | Mapping[str, Tensor]]
-"""Batches: token ids (B, T), or dictionaries with `input_ids` and perhaps `attention_mask`, both (B, T)."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -62,7 +47,7 @@ class Alignment:
     energy: tuple[float, ...]
     """Share of the energy of a layer's keys that the shared heads keep: the diagnostic of the card."""
     tokens: int
-    """Calibration tokens; 0: from the weights alone."""
+    """Calibration tokens."""
 
 
 def default_key_heads(value_heads: int) -> int:
@@ -139,8 +124,8 @@ def to_saga(
 
     Args:
         model: a Transformers decoder with grouped queries, or with as many key heads as query heads.
-        calibration: text for `aligned`, 10^4 to 10^6 tokens in batches, or a finished alignment. None takes the
-            weights alone, as if inputs were white, which aligns worse.
+        calibration: text for `aligned`, 10^4 to 10^6 tokens in batches, or a finished alignment. The weights alone
+            won't do: with C = 1 the result is worse than the mean.
         init: one of `INITS`.
         inplace: change this model instead of a copy.
 
@@ -150,17 +135,15 @@ def to_saga(
     """
     require_convertible(model, config, init)
     root: Any = unwrap(model)
-    if not inplace:
-        root = copy.deepcopy(root)
     if any(parameter.is_meta for parameter in root.parameters()):
         raise UsageError(
             "Some weights are on the meta device and have no values. Load the whole model first."
         )
     groups = config.num_key_heads
     merges = root.config.get_text_config(decoder=True).num_key_value_heads > groups
-    found: Alignment | None = None
-    if merges and init == "aligned":
-        found = calibration if isinstance(calibration, Alignment) else align_model(root, groups, calibration)
+    found = _alignment(root, groups, calibration) if merges and init == "aligned" else None
+    if not inplace:
+        root = copy.deepcopy(root)
     for depth, attn in enumerate(attentions(root)):
         if merges:
             _merge(attn, groups, init, None if found is None else found.u[depth])
@@ -168,6 +151,26 @@ def to_saga(
 
     adopt(root, config)
     return root  # type: ignore[no-any-return]
+
+
+def _alignment(root: Any, groups: int, calibration: Any) -> Alignment:
+    """The given one, if it fits, or the one of the given text."""
+    if calibration is None:
+        raise UsageError(
+            "init='aligned' needs text. Pass calibration=[ids, ...], token ids of shape (B, T), 10^4 to 10^6 tokens of "
+            "the text that the model is for; or take init='mean'."
+        )
+    if not isinstance(calibration, Alignment):
+        return align_model(root, groups, calibration)
+    modules = attentions(root)
+    held = root.config.get_text_config(decoder=True).num_key_value_heads
+    wanted = [(groups, attn.head_dim // 2, held // groups) for attn in modules]
+    if [tuple(u.shape) for u in calibration.u] != wanted:
+        raise UsageError(
+            f"The alignment is for {len(calibration.u)} layers of shape {tuple(calibration.u[0].shape)} (key heads, "
+            f"pairs, heads merged), not for {len(wanted)} of {wanted[0]}. Make it with align_model of this model."
+        )
+    return calibration
 
 
 @torch.no_grad()
@@ -192,129 +195,17 @@ def _merge(attn: Any, groups: int, init: str, u: Tensor | None) -> None:
                 rows.copy_(fold_queries(rows, u.to(rows.device), width))
 
 
-def align_model(model: nn.Module, key_heads: int, calibration: Calib | None = None) -> Alignment:
-    """The alignment of all layers, from the model's own keys on some text, or from its weights alone.
+def align_model(model: nn.Module, key_heads: int, calibration: Calib) -> Alignment:
+    """The alignment of all layers, from the model's own keys on some text.
 
     Raises:
         UsageError: bad batches.
         NumericalFailure: keys that aren't finite.
     """
-    if calibration is None:
-        sums, tokens = [_white(attn, key_heads) for attn in attentions(model)], 0
-    else:
-        sums, tokens = key_moments(model, key_heads, calibration)
+    sums, tokens = key_moments(model, key_heads, calibration)
     energy = []
     for s in sums:
         trace = s.diagonal(dim1=-2, dim2=-1).real.sum(-1)
-        energy.append(
-            float((retained(s) * trace).sum() / trace.sum().clamp(min=torch.finfo(trace.dtype).tiny))
-        )
+        least = torch.finfo(trace.dtype).tiny
+        energy.append(float((retained(s) * trace).sum() / trace.sum().clamp(min=least)))
     return Alignment(tuple(align(s) for s in sums), tuple(energy), tokens)
-
-
-def _white(attn: Any, groups: int) -> Tensor:
-    """S of inputs with E[x xᵀ] = 1 and mean 0, the bias as one more input that is always 1."""
-    rows = attn.k_proj.weight.detach()
-    if attn.k_proj.bias is not None:
-        rows = torch.cat([rows, attn.k_proj.bias.detach()[:, None]], 1)
-    return moments(pairs(rows, attn.head_dim), groups).cpu()
-
-
-def key_moments(
-    model: nn.Module, key_heads: int, calibration: Calib
-) -> tuple[list[Complex[Tensor, "K F r r"]], int]:
-    """(S of each layer, tokens): mean of z zᴴ over real tokens, in one pass of the dense model.
-
-    Raises:
-        UsageError: no batches, or bad ones.
-        NumericalFailure: keys that aren't finite; names the layer.
-    """
-    batches = list(_checked(calibration, model))
-    modules = attentions(model)
-    sums: list[Any] = [0.0] * len(modules)
-    real: list[Tensor] = []
-
-    def hook(depth: int, width: int) -> Any:
-        def add(module: nn.Module, args: Any, keys: Tensor) -> None:
-            rows = keys.detach().flatten(0, -2)[real[-1].flatten().to(keys.device)]
-            if not bool(torch.isfinite(rows).all()):
-                raise NumericalFailure(
-                    f"The keys of layer {depth} hold NaN or infinity on the calibration text. Run the model in "
-                    "bfloat16 or float32."
-                )
-            z = pairs(rows.T, width)  # (heads, F, N)
-            sums[depth] = sums[depth] + moments(z, key_heads).cpu()
-
-        return add
-
-    handles = [attn.k_proj.register_forward_hook(hook(i, attn.head_dim)) for i, attn in enumerate(modules)]
-    runner = decoder_stack(model).runner  # without the head, whose logits nobody needs here
-    at = next(model.parameters()).device
-    try:
-        with evaluating(model):
-            for ids, mask in batches:
-                real.append(torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0)
-                runner(**_arguments(runner, ids.to(at), None if mask is None else mask.to(at)))
-    finally:
-        for handle in handles:
-            handle.remove()
-    tokens = int(sum(int(one.sum()) for one in real))
-    return [s / tokens for s in sums], tokens
-
-
-def _arguments(runner: nn.Module, ids: Tensor, mask: Tensor | None) -> dict[str, Any]:
-    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    if mask is not None:
-        inputs["attention_mask"] = mask
-        if "position_ids" in inspect.signature(runner.forward).parameters:
-            inputs["position_ids"] = position_ids(mask)
-    return inputs
-
-
-def _checked(calibration: Any, model: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
-    if (
-        isinstance(calibration, str | Mapping | Tensor)
-        or not isinstance(calibration, Sequence)
-        or not len(calibration)
-    ):
-        raise UsageError(
-            "calibration must be a list of batches: token ids of shape (B, T), or dictionaries with input_ids and "
-            "attention_mask. Pass calibration=[ids, ...]."
-        )
-    embedding = getattr(unwrap(model), "get_input_embeddings", lambda: None)()
-    vocabulary = getattr(embedding, "num_embeddings", None)
-    some = False
-    for i, one in enumerate(calibration):
-        ids = one.get("input_ids") if isinstance(one, Mapping) else one
-        mask = one.get("attention_mask") if isinstance(one, Mapping) else None
-        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
-            raise UsageError(f"Batch {i} of calibration holds no token ids of shape (B, T).")
-        if mask is not None and mask.shape != ids.shape:
-            raise UsageError(
-                f"Batch {i} has input_ids of {list(ids.shape)} and a mask of {list(mask.shape)}."
-            )
-        if ids.numel() and vocabulary is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-            raise UsageError(
-                f"Batch {i} holds ids from {int(ids.min())} to {int(ids.max())}, but the model knows 0 to "
-                f"{vocabulary - 1}. Was it made with another tokenizer?"
-            )
-        some = some or bool(ids.numel() if mask is None else (mask != 0).any())
-        yield ids, mask
-    if not some:
-        raise UsageError("The calibration text holds no tokens.")
-
-
-@contextmanager
-def only_trainable(model: nn.Module, parts: Sequence[str]) -> Iterator[None]:
-    """Inside, only the attention projections of these names learn; each parameter gets its own setting back."""
-    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    for parameter, _ in before:
-        parameter.requires_grad_(False)
-    for attn in attentions(model):
-        for part in parts:
-            getattr(attn, part).requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter, needed in before:
-            parameter.requires_grad_(needed)

@@ -14,7 +14,8 @@ Limit: folders of a type of Gnomon's own can't be resumed from by the Trainer (`
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,7 +28,8 @@ from gnomon.core.layers import unwrap
 from gnomon.core.modes import evaluation_mode
 
 from .config import SagaConfig
-from .convert import only_trainable, require_convertible, to_saga
+from .convert import require_convertible, to_saga
+from .model import attentions
 
 __all__ = [
     "LOSSES",
@@ -199,6 +201,22 @@ def convert_and_finetune(
         else:
             trainer.train()
     return student.eval()
+
+
+@contextmanager
+def only_trainable(model: nn.Module, parts: Sequence[str]) -> Iterator[None]:
+    """Inside, only the attention projections of these names learn; each parameter gets its own setting back."""
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    for parameter, _ in before:
+        parameter.requires_grad_(False)
+    for attn in attentions(model):
+        for part in parts:
+            getattr(attn, part).requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter, needed in before:
+            parameter.requires_grad_(needed)
 
 
 def _require_stages(stages: Sequence[str]) -> None:

@@ -33,8 +33,8 @@ from gnomon.core.errors import GnomonError, UsageError
 
 from .. import own_types
 from ..own_types import OwnConfigMixin, OwnModelMixin
-from .attention import saga_attention, saga_attention_eager
 from .config import SagaConfig
+from .interface import saga_attention, saga_attention_eager
 from .model import attentions, narrow_keys, require_fit, stated
 
 __all__ = ["TYPE", "SagaStaticCache", "adopt", "config_class", "model_class", "of_dict"]
@@ -119,7 +119,7 @@ class SagaModelMixin(OwnModelMixin):
             for attn in modules:
                 narrow_keys(attn, settings.num_key_heads)
                 attn.saga = settings
-                self._init_weights(attn.k_proj)  # type: ignore[operator]
+                self._init_weights(attn.k_proj)  # type: ignore[attr-defined]
 
     def get_correct_attn_implementation(
         self, requested_attention: str | None, is_init_check: bool = False
@@ -176,7 +176,7 @@ class SagaStaticCache(StaticCache):  # type: ignore[misc]
 
     def __init__(self, config: PretrainedConfig, max_cache_len: int, **kwargs: Any) -> None:
         super().__init__(config, max_cache_len, **kwargs)
-        self.layers = [SagaStaticLayer(layer.max_cache_len) for layer in self.layers]
+        self.layers: list[Any] = [SagaStaticLayer(max_cache_len) for _ in range(config.num_hidden_layers)]
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         """
