@@ -49,3 +49,4 @@ def register_decoder(config: type[PretrainedConfig]) -> None:
 def register() -> None:
     """Make `from_pretrained` know SAGA's folders, and attention modules SAGA's functions. Again changes nothing."""
     AutoConfig.register(hf.TYPE, SagaFolderConfig, exist_ok=True)
+    hf.watch(register_decoder)

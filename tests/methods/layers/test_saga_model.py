@@ -97,6 +97,8 @@ def test_from_a_configuration_alone() -> None:
     assert saga_config(plain) == SagaConfig(num_key_heads=2, num_value_heads=2)
     control = {"num_key_value_heads": 1, "num_key_heads": 2, "saga": {"allow_fewer_values": True}}
     assert logits(saga.SagaLlamaForCausalLM(saga.SagaLlamaConfig(**SMALL | control))).shape == (2, 16, 40)
+    by_auto = AutoModelForCausalLM.from_config(saga.SagaLlamaConfig(**SMALL, num_key_heads=1))
+    assert type(by_auto) is saga.SagaLlamaForCausalLM
     assert isinstance(saga.SagaLlamaModel(saga.SagaLlamaConfig(**SMALL)), transformers.LlamaModel)
 
 

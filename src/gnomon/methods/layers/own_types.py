@@ -26,7 +26,16 @@ from gnomon.core.converting import BASE_TYPE, WEIGHTS, write_json
 from gnomon.core.errors import GnomonError, UsageError
 from gnomon.core.files import fsync_dir
 
-__all__ = ["INDEX", "SINGLE", "OwnConfigMixin", "OwnModelMixin", "base_config", "class_of_name", "of_dict"]
+__all__ = [
+    "INDEX",
+    "SINGLE",
+    "OwnConfigMixin",
+    "OwnModelMixin",
+    "Used",
+    "base_config",
+    "class_of_name",
+    "of_dict",
+]
 
 SINGLE, INDEX = f"{GNOMON_STEM}.safetensors", f"{GNOMON_STEM}.safetensors.index.json"
 
@@ -141,12 +150,35 @@ def of_dict(
     return config_class(CONFIG_MAPPING[base]).from_dict(config_dict, **kwargs)
 
 
+class Used:
+    """The configuration classes of one type that models have or will have, so that they can be registered."""
+
+    def __init__(self) -> None:
+        self._watchers: list[Callable[[type[PretrainedConfig]], None]] = []
+        self._kinds: dict[type[PretrainedConfig], None] = {}
+
+    def watch(self, told: Callable[[type[PretrainedConfig]], None]) -> None:
+        """Call `told` once with each class, those of before and those to come."""
+        if told not in self._watchers:
+            self._watchers.append(told)
+            for kind in self._kinds:
+                told(kind)
+
+    def announce(self, kind: type[PretrainedConfig]) -> None:
+        """There is such a class now."""
+        if kind not in self._kinds:
+            self._kinds[kind] = None
+            for told in self._watchers:
+                told(kind)
+
+
 def class_of_name(
     module: str,
     name: str,
     prefix: str,
     config_class: Callable[[Any], type[PretrainedConfig]],
     model_class: Callable[[Any], type[PreTrainedModel]],
+    used: Used,
 ) -> Any:
     """The own class of a Transformers class, so that any of them can be imported and unpickled by its name.
 
@@ -156,6 +188,7 @@ def class_of_name(
     if name.startswith(prefix):
         base = getattr(transformers, name.removeprefix(prefix), None)
         if isinstance(base, type) and issubclass(base, PretrainedConfig):
+            used.announce(config_class(base))
             return config_class(base)
         if isinstance(base, type) and issubclass(base, PreTrainedModel):
             return model_class(base)

@@ -128,6 +128,10 @@ def model_class(base: Any) -> type[PreTrainedModel]:
     )
 
 
+_used = own_types.Used()
+watch = _used.watch
+
+
 def adopt(model: PreTrainedModel, config: MGLUConfig) -> None:
     """Make a Transformers model whose MLPs were replaced one of type `gnomon_mglu`, in place.
 
@@ -144,6 +148,7 @@ def adopt(model: PreTrainedModel, config: MGLUConfig) -> None:
         if getattr(module, "config", None) is old:
             module.config = new
     model.__class__ = model_class(model.__class__)
+    _used.announce(type(new))
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "mask_logits"}
     _adopt_inner(model)
 
@@ -166,7 +171,7 @@ def of_dict(config_dict: dict[str, Any], **kwargs: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     """The MGLU class of a Transformers class, so that any of them can be imported and unpickled by its name."""
-    return own_types.class_of_name(__name__, name, PREFIX, config_class, model_class)
+    return own_types.class_of_name(__name__, name, PREFIX, config_class, model_class, _used)
 
 
-__all__ = ["INDEX", "SINGLE", "TYPE", "adopt", "config_class", "model_class", "of_dict"]
+__all__ = ["INDEX", "SINGLE", "TYPE", "adopt", "config_class", "model_class", "of_dict", "watch"]

@@ -37,7 +37,7 @@ from .config import SagaConfig
 from .interface import saga_attention, saga_attention_eager
 from .model import attentions, narrow_keys, require_fit, stated
 
-__all__ = ["TYPE", "SagaStaticCache", "adopt", "config_class", "model_class", "of_dict"]
+__all__ = ["TYPE", "SagaStaticCache", "adopt", "config_class", "model_class", "of_dict", "watch"]
 
 TYPE = f"{GNOMON_TYPE}saga"
 PREFIX = "Saga"
@@ -188,6 +188,10 @@ class SagaStaticCache(StaticCache):  # type: ignore[misc]
         )
 
 
+_used = own_types.Used()
+watch = _used.watch
+
+
 def adopt(model: PreTrainedModel, config: SagaConfig) -> None:
     """Make a Transformers model whose key projections were narrowed one of type `gnomon_saga`, in place.
 
@@ -202,6 +206,7 @@ def adopt(model: PreTrainedModel, config: SagaConfig) -> None:
         if getattr(module, "config", None) is old:
             module.config = new
     model.__class__ = model_class(model.__class__)
+    _used.announce(type(new))
     _CAN_RECORD_REGISTRY[str(model.__class__)] = model._can_record_outputs  # what __init__ would have entered
     for attn in attentions(model):
         attn.saga = config
@@ -218,4 +223,4 @@ def of_dict(config_dict: dict[str, Any], **kwargs: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     """The SAGA class of a Transformers class, so that any of them can be imported and unpickled by its name."""
-    return own_types.class_of_name(__name__, name, PREFIX, config_class, model_class)
+    return own_types.class_of_name(__name__, name, PREFIX, config_class, model_class, _used)
