@@ -248,45 +248,41 @@ def test_saving_and_loading(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path, push_to_hub=True)
 
 
-FRESH = (
-    "import sys, torch; torch.set_num_threads(1)\n"
-    "from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM\n"
-)
+FRESH = """
+import sys, gnomon.methods.layers.saga
+print("transformers" in sys.modules)
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+torch.set_num_threads(1)
+folder = sys.argv[1]
+for one in (AutoConfig, AutoModelForCausalLM, LlamaForCausalLM):
+    try:
+        print("LOADED", one.from_pretrained(folder))
+    except (OSError, ValueError) as error:
+        print(type(error).__name__, str(error)[:200].replace(chr(10), " "))
+import gnomon.hf
+model = AutoModelForCausalLM.from_pretrained(folder)
+model.save_pretrained(folder + "/again")
+found = model.generate(torch.arange(3, 19)[None], max_new_tokens=5, do_sample=False)
+print(type(model).__name__, found[0].tolist())
+"""
 
 
-def fresh(code: str, *arguments: object) -> str:
-    command = [sys.executable, "-c", FRESH + code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_in_fresh_processes(tmp_path: Path) -> None:
+def test_in_a_fresh_process(tmp_path: Path) -> None:
+    """Without Gnomon's import a folder fails loudly, with it the model is what it was."""
     model = to_saga(tiny_family("llama"), ONE, [IDS])
     model.save_pretrained(tmp_path)
-    printed = fresh(
-        "for one in (AutoConfig, AutoModelForCausalLM, LlamaForCausalLM):\n"
-        "  try: print('LOADED', one.from_pretrained(sys.argv[1]))\n"
-        "  except (OSError, ValueError) as error: print(type(error).__name__, str(error)[:200])\n",
-        tmp_path,
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, str(tmp_path)], capture_output=True, text=True, check=False
     )
-    assert "LOADED" not in printed
-    assert printed.count("gnomon_saga` but Transformers does not recognize") == 2
-    assert printed.count("OSError Error no file named model.safetensors") == 1
-    printed = fresh(
-        "import gnomon.hf\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "model.save_pretrained(sys.argv[1] + '/again')\n"
-        "found = model.generate(torch.arange(3, 19)[None], max_new_tokens=5, do_sample=False)\n"
-        "print(type(model).__name__, found[0].tolist())\n",
-        tmp_path,
-    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "False"  # the package by itself loads no Transformers
+    assert all("gnomon_saga` but Transformers does not recognize" in line for line in lines[1:3])
+    assert lines[3].startswith("OSError Error no file named model.safetensors")
     expected = model.generate(IDS[:1], max_new_tokens=5, do_sample=False)[0].tolist()
-    assert printed.strip() == f"SagaLlamaForCausalLM {expected}"
+    assert lines[4:] == [f"SagaLlamaForCausalLM {expected}"]
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), logits(model))
-    loads = "import sys, gnomon.methods.layers.saga; print('transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False"]
 
 
 @pytest.mark.parametrize(
@@ -429,6 +425,10 @@ def test_bad_conversions_are_refused_before_any_work() -> None:
         to_saga(scratch(), ONE, [IDS])
     with torch.device("meta"), pytest.raises(UsageError, match="meta device"):
         to_saga(LlamaForCausalLM(AutoConfig.for_model("llama", **SMALL)), ONE, init="mean")
+    adapted = tiny_family("llama")
+    attentions(adapted)[1].q_proj = type("LoraLinear", (nn.Linear,), {})(16, 16, bias=False)
+    with pytest.raises(UsageError, match="is a LoraLinear, not a plain"):
+        to_saga(adapted, ONE, [IDS])
     with torch.no_grad():
         attentions(model)[1].k_proj.weight[0, 0] = torch.nan
     with pytest.raises(NumericalFailure, match="keys of layer 1"):
@@ -510,6 +510,8 @@ def test_the_last_stage_trains_everything(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=said):
             saga.convert_and_finetune(teacher, ONE, examples(), stages)
+    with pytest.raises(UsageError, match="kl_share=2 must lie between"):
+        saga.SagaTrainer(model=student, teacher=teacher, kl_share=2)
     with pytest.raises(UsageError, match="data set is empty"):
         saga.convert_and_finetune(teacher, ONE, [])
 

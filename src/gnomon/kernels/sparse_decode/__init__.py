@@ -58,19 +58,22 @@ def sparse_decode(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, n: int, oversample: int, visible: Tensor | None) -> None:
     """What would make a kernel read outside its operands."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+
+    def shapes() -> str:
+        return f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+
     if q.dim() != 3 or k.dim() != 4 or v.dim() != 4:
-        raise UsageError(f"{shapes} must be (B, Hq, d), (B, Hk, L, d) and (B, Hv, L, d).")
+        raise UsageError(f"{shapes()} must be (B, Hq, d), (B, Hk, L, d) and (B, Hv, L, d).")
     (batch, heads, width), length = q.shape, k.shape[2]
     if (k.shape[0], k.shape[3]) != (batch, width) or (v.shape[0], v.shape[2], v.shape[3]) != (
         batch,
         length,
         width,
     ):
-        raise UsageError(f"{shapes} don't belong together: batch, length or head dimension differ.")
+        raise UsageError(f"{shapes()} don't belong together: batch, length or head dimension differ.")
     if not length or not k.shape[1] or not v.shape[1] or heads % k.shape[1] or heads % v.shape[1]:
         raise UsageError(
-            f"{shapes}: key heads and value heads must divide the query heads, and the cache be filled."
+            f"{shapes()}: key heads and value heads must divide the query heads, and the cache be filled."
         )
     if n < 1 or oversample < 1:
         raise UsageError(f"n={n} and oversample={oversample} must both be at least 1.")

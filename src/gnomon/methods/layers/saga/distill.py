@@ -104,11 +104,11 @@ def trainer_class() -> Any:
         def __init__(
             self, *args: Any, teacher: Any, loss: str = "kl", kl_share: float = 1.0, **kwargs: Any
         ) -> None:
-            super().__init__(*args, **kwargs)
             if loss not in LOSSES:
                 raise unknown("loss", loss, LOSSES)
             if not 0 <= kl_share <= 1:
                 raise UsageError(f"kl_share={kl_share} must lie between 0 and 1.")
+            super().__init__(*args, **kwargs)
             self.teacher, self.loss, self.kl_share = teacher.to(self.args.device), loss, kl_share
             self.model_accepts_loss_kwargs = False  # losses here are means over a batch
 
