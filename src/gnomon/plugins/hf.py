@@ -18,7 +18,7 @@ from gnomon.core.forms import Form
 from gnomon.methods.compress.lowrank.stored import FORM as LOWRANK
 from gnomon.methods.compress.nf12.apply import FORM as NF12
 
-from . import hf_mglu
+from . import hf_mglu, hf_saga
 from .hf_forms import wrapped_config
 from .hf_lowrank import LowRankConfig, LowRankQuantizer
 from .hf_nf12 import NF12QuantizationConfig, NF12Quantizer
@@ -38,3 +38,4 @@ def register() -> None:
         AUTO_QUANTIZATION_CONFIG_MAPPING[form.name] = config
         AUTO_QUANTIZER_MAPPING[form.name] = quantizer
     hf_mglu.register()
+    hf_saga.register()

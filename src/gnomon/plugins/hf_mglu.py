@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from gnomon.methods.layers.mglu import hf
+from gnomon.methods.layers.own_types import base_config
 
 
 class MGLUFolderConfig(PretrainedConfig):  # type: ignore[misc]
@@ -32,7 +33,7 @@ class MGLUFolderConfig(PretrainedConfig):  # type: ignore[misc]
         Raises:
             GnomonError: a damaged `config.json`.
         """
-        found, _ = hf.of_dict(config_dict, **kwargs)
+        found = hf.of_dict(config_dict, **kwargs)
         register_decoder(type(found[0] if isinstance(found, tuple) else found))
         return found
 
@@ -40,7 +41,7 @@ class MGLUFolderConfig(PretrainedConfig):  # type: ignore[misc]
 def register_decoder(config: type[PretrainedConfig]) -> None:
     """Make the Auto classes know the MGLU models of one configuration class."""
     for auto, mapping in ((AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING), (AutoModel, MODEL_MAPPING)):
-        base = config.__mro__[2]  # after the class itself and what MGLU adds
+        base = base_config(config)
         if base in mapping:
             auto.register(config, hf.model_class(mapping[base]), exist_ok=True)
 

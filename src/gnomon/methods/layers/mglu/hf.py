@@ -14,33 +14,26 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
-import os
-from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from gnomon.core.checkpoints import CONFIG, GNOMON_STEM, GNOMON_TYPE, read_object
-from gnomon.core.converting import BASE_TYPE, WEIGHTS, write_json
-from gnomon.core.errors import GnomonError, UsageError
-from gnomon.core.files import fsync_dir
+from gnomon.core.checkpoints import GNOMON_TYPE
+from gnomon.core.errors import GnomonError
 
+from .. import own_types
+from ..own_types import INDEX, SINGLE, OwnConfigMixin, OwnModelMixin
 from .config import MGLUConfig
 from .model import frozen_shells, replace_mlp
 from .modules import LAYOUTS, FrozenMGLULinear, MGLULinear, SwiMGLUMLP, require_filled
 
 TYPE = f"{GNOMON_TYPE}mglu"
-SINGLE, INDEX = f"{GNOMON_STEM}.safetensors", f"{GNOMON_STEM}.safetensors.index.json"
 PREFIX = "MGLU"
 
 
-class MGLUConfigMixin:
+class MGLUConfigMixin(OwnConfigMixin):
     """What the configuration of an MGLU model adds to that of the ordinary one."""
 
     mglu: dict[str, Any] | None
@@ -74,36 +67,6 @@ class MGLUConfigMixin:
             raise GnomonError(f"config.json states mglu.frozen={layout!r}; known are {', '.join(LAYOUTS)}.")
         return layout
 
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As Transformers', which learns where the weights are.
-
-        Raises:
-            GnomonError: weights of another name than Gnomon's.
-        """
-        plain = {key: value for key, value in config_dict.items() if key not in (BASE_TYPE, WEIGHTS)}
-        weights = config_dict.get(WEIGHTS)
-        if weights not in (None, SINGLE, INDEX):
-            raise GnomonError(
-                f"{WEIGHTS} is {weights!r}, but must be {SINGLE} or {INDEX}. The config.json is damaged."
-            )
-        found = super().from_dict(plain, **kwargs)  # type: ignore[misc]
-        config = found[0] if isinstance(found, tuple) else found
-        if weights is not None:
-            config.transformers_weights = weights  # dropped by Transformers whenever it saves
-        return found
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), BASE_TYPE: _base_type(type(self))}  # type: ignore[misc]
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        return {**super().to_diff_dict(), BASE_TYPE: _base_type(type(self))}  # type: ignore[misc]
-
-
-def _base_type(kind: type) -> str:
-    base: str = kind.__mro__[2].model_type  # type: ignore[attr-defined]
-    return base
-
 
 @functools.cache
 def config_class(base: Any) -> type[PretrainedConfig]:
@@ -124,7 +87,7 @@ def config_class(base: Any) -> type[PretrainedConfig]:
     )
 
 
-class MGLUModelMixin:
+class MGLUModelMixin(OwnModelMixin):
     """What an MGLU model does otherwise than the ordinary one."""
 
     config: Any
@@ -148,53 +111,6 @@ class MGLUModelMixin:
             if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in held):
                 require_filled(module)
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """As Transformers', with the weights under Gnomon's name.
-
-        Raises:
-            UsageError: `push_to_hub` or `variant`; a file in the place of the folder.
-        """
-        if kwargs.get("push_to_hub") or kwargs.get("variant") is not None:
-            raise UsageError(
-                "An MGLU model can't be saved with push_to_hub or a variant. Save it to a folder first, then "
-                "model.push_to_hub(…) is `hf upload`."
-            )
-        target = Path(save_directory)
-        if target.is_file():
-            raise UsageError(f"{target} is a file. Give a folder.")
-        target.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=target, prefix=".saving-") as temporary:
-            super().save_pretrained(temporary, *args, **kwargs)  # type: ignore[misc]
-            beside = Path(temporary)
-            if not (beside / CONFIG).exists():  # another rank writes, or an adapter was saved
-                for file in beside.iterdir():
-                    file.replace(target / file.name)
-                return
-            _rename_weights(beside)
-            for stale in target.glob(f"{GNOMON_STEM}*.safetensors*"):
-                stale.unlink()
-            for file in sorted(
-                beside.iterdir(), key=lambda path: path.name == CONFIG
-            ):  # config.json comes last
-                file.replace(target / file.name)
-        fsync_dir(target)
-
-
-def _rename_weights(folder: Path) -> None:
-    """model*.safetensors to gnomon*.safetensors, in the index and in config.json too."""
-    for path in folder.glob("model*.safetensors"):
-        path.rename(folder / path.name.replace("model", GNOMON_STEM, 1))
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        stated = json.loads(index.read_text())
-        stated["weight_map"] = {
-            name: file.replace("model", GNOMON_STEM, 1) for name, file in stated["weight_map"].items()
-        }
-        write_json(folder / INDEX, stated)
-        index.unlink()
-    sharded = (folder / INDEX).exists()
-    write_json(folder / CONFIG, {**read_object(folder / CONFIG), WEIGHTS: INDEX if sharded else SINGLE})
-
 
 @functools.cache
 def model_class(base: Any) -> type[PreTrainedModel]:
@@ -212,23 +128,8 @@ def model_class(base: Any) -> type[PreTrainedModel]:
     )
 
 
-_watchers: list[Callable[[type[PretrainedConfig]], None]] = []
-_used: dict[type[PretrainedConfig], None] = {}
-
-
-def watch(told: Callable[[type[PretrainedConfig]], None]) -> None:
-    """Call `told` once with each configuration class that models have or will have, so that it can be registered."""
-    if told not in _watchers:
-        _watchers.append(told)
-        for kind in _used:
-            told(kind)
-
-
-def _announce(kind: type[PretrainedConfig]) -> None:
-    if kind not in _used:
-        _used[kind] = None
-        for told in _watchers:
-            told(kind)
+_used = own_types.Used()
+watch = _used.watch
 
 
 def adopt(model: PreTrainedModel, config: MGLUConfig) -> None:
@@ -247,7 +148,7 @@ def adopt(model: PreTrainedModel, config: MGLUConfig) -> None:
         if getattr(module, "config", None) is old:
             module.config = new
     model.__class__ = model_class(model.__class__)
-    _announce(type(new))
+    _used.announce(type(new))
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "mask_logits"}
     _adopt_inner(model)
 
@@ -259,31 +160,18 @@ def _adopt_inner(model: PreTrainedModel) -> None:
             module.__class__ = model_class(module.__class__)
 
 
-def of_dict(config_dict: dict[str, Any], **kwargs: Any) -> tuple[Any, str]:
-    """(configuration, base type) of a `config.json` of type `gnomon_mglu`; with unused arguments if asked for.
+def of_dict(config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    """The configuration of a `config.json` of type `gnomon_mglu`; with unused arguments if asked for.
 
     Raises:
         GnomonError: no known base type.
     """
-    base = config_dict.get(BASE_TYPE)
-    if not isinstance(base, str) or base not in CONFIG_MAPPING or base.startswith(GNOMON_TYPE):
-        raise GnomonError(
-            f"{BASE_TYPE} is {base!r}, which this version of Transformers doesn't have. The config.json is damaged, "
-            "or its model is newer than the installed Transformers."
-        )
-    return config_class(CONFIG_MAPPING[base]).from_dict(config_dict, **kwargs), base
+    return own_types.of_dict(config_dict, config_class, **kwargs)
 
 
 def __getattr__(name: str) -> Any:
     """The MGLU class of a Transformers class, so that any of them can be imported and unpickled by its name."""
-    if name.startswith(PREFIX):
-        base = getattr(transformers, name.removeprefix(PREFIX), None)
-        if isinstance(base, type) and issubclass(base, PretrainedConfig):
-            _announce(config_class(base))
-            return config_class(base)
-        if isinstance(base, type) and issubclass(base, PreTrainedModel):
-            return model_class(base)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return own_types.class_of_name(__name__, name, PREFIX, config_class, model_class, _used)
 
 
 __all__ = ["INDEX", "SINGLE", "TYPE", "adopt", "config_class", "model_class", "of_dict", "watch"]
