@@ -187,7 +187,8 @@ def _grouped(q: Tensor, heads: int) -> Float[Tensor, "R H G B d"]:
             f"{q.shape[1]} query heads can't be shared out among {heads} key heads: give a multiple."
         )
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.to(wide).unflatten(1, (heads, -1))
+    rows, _, block, width = q.shape
+    return q.to(wide).reshape(rows, heads, -1, block, width)
 
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:

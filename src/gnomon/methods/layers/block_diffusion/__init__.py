@@ -1,19 +1,19 @@
 """A block-diffusion language model: blocks from left to right, tokens of a block in any order.
 
-Paper: the one that MAGE (arXiv:2602.14209) accelerates: "Block Diffusion", ICLR 2025, arXiv:2503.09573, and the samplers
-       of SDAR, Fast-dLLM v2 and LLaDA 2.0, as the MAGE card sums them up.
+Paper: what MAGE (arXiv:2602.14209) accelerates: "Block Diffusion", ICLR 2025, arXiv:2503.09573, and the samplers of
+       SDAR, Fast-dLLM v2 and LLaDA 2.0, as the MAGE card sums them up.
 Here:  loss, training mask, collator, Trainer and batches for `core.train`; the sampler with static, dynamic, sequential
        and entropy-bounded transfer, an exact cache, and a place for policies that read less of it; token shift. Runs on
        Transformers decoders with full attention, through masks of four dimensions and position ids.
-Not here: the policies (`methods/layers/mage`); sub-blocks, complementary masks, block-size schedules, masks by document;
-       low-variance clipping beyond `t_min` and `t_max`.
+Not here: the policies (`methods/layers/mage`); sub-blocks, complementary masks, block-size schedules, masks by
+       document; low-variance clipping beyond `t_min` and `t_max`.
 Inferred: with token shift the first token of a block is read off the clean token before it (the commit pass), the
        first of a sequence is always given; every strategy fills n_s positions at least; Σ H − max H as the entropy
        bound; rows of a batch share their passes.
 Differs from the paper: strata of noise levels are shuffled over blocks; blocks of all rows count equally.
-Limits: prompts of a batch have equal length; no sliding windows, latent-attention policies, ALiBi or state-space layers;
-       a saved model is an ordinary checkpoint whose config.json says `block_diffusion`, and a causal reader of it warns
-       of nothing.
+Limits: prompts of a batch have equal length; no sliding windows, latent-attention policies, ALiBi or state-space
+       layers; a saved model is an ordinary checkpoint whose config.json says `block_diffusion`, and a causal reader of
+       it warns of nothing.
 
 Shapes: R rows, L tokens, B tokens of a block, V vocabulary.
 

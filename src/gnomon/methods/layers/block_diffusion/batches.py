@@ -1,7 +1,7 @@
 """Noised batches: a collator for Transformers' Trainer, a source for `core.train`, and the loss that reads both.
 
-A batch holds `input_ids`, `noisy_ids`, `weights` and `loss_mask`, each (R, L). Noise is drawn where batches are made, so
-that a run that goes on from a checkpoint sees the noise it would have seen.
+A batch holds `input_ids`, `noisy_ids`, `weights` and `loss_mask`, each (R, L). Noise is drawn where batches are made,
+so that a run that goes on from a checkpoint sees the noise it would have seen.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ class BlockDiffusionCollator:
         size = self.cfg.block_size
         for i, row in enumerate(rows):
             if row.ndim != 1 or not len(row):
-                raise UsageError(f"Item {i} has input_ids of shape {list(row.shape)}; give one token or more.")
+                raise UsageError(
+                    f"Item {i} has input_ids of shape {list(row.shape)}; give one token or more."
+                )
             if self.max_length is not None and len(row) > self.max_length:
                 raise UsageError(f"Item {i} has {len(row)} tokens, above max_length={self.max_length}.")
         length = max(-(-len(row) // size) * size for row in rows)

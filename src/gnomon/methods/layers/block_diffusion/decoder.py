@@ -60,7 +60,7 @@ class BlockDecoder:
         size = self.cfg.block_size
         require_blocks(ids.shape[1], size)
         self.session.begin(None)
-        for part in ids.split(max(1, PREFILL // size) * size, 1):
+        for part in torch.split(ids, max(1, PREFILL // size) * size, 1):
             past = self.committed
             seen = block_causal_mask(part.shape[1], size, past=past, device=part.device)[None, None]
             dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())

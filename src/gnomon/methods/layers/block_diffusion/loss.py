@@ -84,8 +84,8 @@ def noise(
     require_blocks(length, cfg.block_size)
     if bool((input_ids == cfg.mask_token_id).any()):
         raise UsageError(
-            f"The texts hold the mask token {cfg.mask_token_id}, which can't be told from noise. Use a token that texts "
-            "never hold."
+            f"The texts hold the mask token {cfg.mask_token_id}, which can't be told from noise. Use a token that "
+            "texts never hold."
         )
     t = draw_times(rows, length // cfg.block_size, cfg, generator) if times is None else times.float().cpu()
     if not bool(((t > 0) & (t <= 1)).all()):

@@ -94,9 +94,7 @@ def generate(
     first, blocks = given // size, -(-end // size)
     done = ids[:, : first * size]
     steps: list[int] = []
-    with decoding(
-        model, cfg, total=blocks * size, prompt=given, sparse=sparse, measure=measure
-    ) as decoder:
+    with decoding(model, cfg, total=blocks * size, prompt=given, sparse=sparse, measure=measure) as decoder:
         decoder.prefill(done)
         for block in range(first, blocks):
             current = torch.full((rows, size), cfg.mask_token_id, device=device)

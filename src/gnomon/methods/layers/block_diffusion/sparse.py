@@ -59,12 +59,12 @@ class BlockState:
 class SparsePolicy(Protocol):
     """Chooses the prefix tokens that a block reads."""
 
-    keep_block: bool
-    """True: the block's own keys are read in full. Nothing else is supported."""
+    @property
+    def keep_block(self) -> bool:
+        """True: the block's own keys are read in full. Nothing else is supported."""
+        ...
 
-    def select(
-        self, layer: int, q: Tensor, k_prefix: Tensor, step: int, state: BlockState
-    ) -> Tensor | None:
+    def select(self, layer: int, q: Tensor, k_prefix: Tensor, step: int, state: BlockState) -> Tensor | None:
         """Indices (R, H, k) below N, unique and ascending; None reads the whole prefix.
 
         Args:
@@ -136,7 +136,7 @@ class Session:
         """The model's own attention over what the policy leaves of the keys."""
         inner = self._inner(module)
         if self.state is None:
-            return inner(module, query, key, value, mask, **given)
+            return inner(module, query, key, value, mask, **given)  # type: ignore[no-any-return]
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         block = query.shape[2]
         prefix = key.shape[2] - block
@@ -154,7 +154,7 @@ class Session:
         else:
             self.reads.denoise += key.shape[2]
         given["is_causal"] = False  # the block sees itself in both directions, and all before it
-        return inner(module, query, key, value, None, **given)
+        return inner(module, query, key, value, None, **given)  # type: ignore[no-any-return]
 
     def _select(self, layer: int, q: Tensor, prefix: Tensor) -> Tensor | None:
         assert self.policy is not None and self.state is not None
@@ -164,8 +164,8 @@ class Session:
         rows, heads, n, _ = prefix.shape
         if idx.ndim != 3 or idx.shape[:2] != (rows, heads) or not 1 <= idx.shape[2] <= n:
             raise UsageError(
-                f"{type(self.policy).__name__}.select gave indices of shape {list(idx.shape)}; a set for each of {rows} "
-                f"rows and {heads} key heads, with 1 to {n} tokens, is needed."
+                f"{type(self.policy).__name__}.select gave indices of shape {list(idx.shape)}; a set for each of "
+                f"{rows} rows and {heads} key heads, with 1 to {n} tokens, is needed."
             )
         reads = getattr(self.policy, "reads", None)
         if reads is not None and not self.state.commit:

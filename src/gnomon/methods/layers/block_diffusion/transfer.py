@@ -66,9 +66,7 @@ def transfer(
     return tokens, chosen
 
 
-def bounded(
-    entropy: Float[Tensor, "R B"], masked: Bool[Tensor, "R B"], bound: float
-) -> Int[Tensor, " R"]:
+def bounded(entropy: Float[Tensor, "R B"], masked: Bool[Tensor, "R B"], bound: float) -> Int[Tensor, " R"]:
     """Most masked positions, by rising entropy, whose Σ H − max H stays within the bound: 1 or more.
 
     The sum less its largest term bounds what independent draws lose against the joint distribution.
