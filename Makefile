@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-browser | smoke | bench | kernels | readme | board | clean
+# make demo | test | test-slow | test-browser | smoke | bench | bench-peers | kernels | readme | board | clean
 # Every target sets the environment up first; the second time that takes no time at all.
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ BUILT := $(VENV)/.kernels
 KERNELS := $(shell find src/gnomon/kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.inc')
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo setup kernels test lint types imports pytest test-slow test-browser smoke bench readme board clean
+.PHONY: demo setup kernels test lint types imports pytest test-slow test-browser smoke bench bench-peers readme board clean
 
 demo: setup
 	$(BIN)/gnomon fetch smollm2-135m
@@ -74,6 +74,15 @@ bench: setup
 	$(BIN)/python benchmarks/nf12.py
 	$(BIN)/python benchmarks/optim.py
 	$(BIN)/python benchmarks/mglu.py
+	$(BIN)/python benchmarks/pruning.py
+
+# Pruners beside llm-compressor's, which wants a Transformers of its own: an environment apart, processes in turns.
+PEERS ?= .venv-peers
+bench-peers: setup
+	@if ! $(PEERS)/bin/python -c 'import llmcompressor' >/dev/null 2>&1; then $(PYTHON) -m venv --clear $(PEERS) && \
+	  $(PEERS)/bin/python -m pip install --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" && \
+	  $(PEERS)/bin/python -m pip install --disable-pip-version-check llmcompressor; fi
+	$(BIN)/python benchmarks/pruning_peers.py --peer $(abspath $(PEERS))/bin/python --json benchmarks/pruning_peers.jsonl
 
 readme: setup
 	$(BIN)/python tools/readme.py
@@ -82,4 +91,4 @@ board: setup
 	$(BIN)/gnomon board --out site
 
 clean:
-	rm -rf $(VENV) $(PARTIAL) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PARTIAL) $(PEERS) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

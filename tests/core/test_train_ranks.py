@@ -20,7 +20,7 @@ def test_two_ranks_follow_one_process(tmp_path: Path) -> None:
     env = {key: value for key, value in env.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [sys.executable, *launch, str(SCRIPT), str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     runpy.run_path(str(SCRIPT))["main"](tmp_path)
     alone, first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "0", "1"))

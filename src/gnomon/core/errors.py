@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
+from typing import Any
 
 
 class GnomonError(Exception):
@@ -36,10 +38,23 @@ class MissingExtra(GnomonError, ImportError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `` Did you mean …?`` with the closest known names, or the known names when none is close."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)  # None or a number may come, too
     if close:
         return f" Did you mean {' or '.join(repr(c) for c in close)}?"
     return f" Known: {', '.join(names)}." if names else ""
+
+
+def number(value: Any) -> float:
+    """A number as a float, also of a tensor that holds one; NaN for anything else, which every range refuses.
+
+    A text is no number: YAML reads 1e-3 as one, and a rate must not depend on that.
+    """
+    if isinstance(value, str | bytes):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:

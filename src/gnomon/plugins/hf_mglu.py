@@ -48,3 +48,4 @@ def register_decoder(config: type[PretrainedConfig]) -> None:
 def register() -> None:
     """Make `from_pretrained` know MGLU's folders. A second call changes nothing."""
     AutoConfig.register(hf.TYPE, MGLUFolderConfig, exist_ok=True)
+    hf.watch(register_decoder)

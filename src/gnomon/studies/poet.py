@@ -78,6 +78,11 @@ class POETStudy(PretrainingStudy):
         },
         "full": {
             "seeds": (0, 1, 2, 3, 4),
+            "tuning_seeds": (
+                1000,
+                1001,
+                1002,
+            ),  # one of them alone picked a rate for AdamW that the others don't bear out
             "rivals_run": (ADAMW, SAME_START, "muon", "galore", "lora", "oft"),
             "variants": ("poet-bs", "poet-bs-exact", "poet-bs-k2", "poet-fs"),
             "rates": (0.001, 0.003, 0.01),

@@ -35,14 +35,15 @@ def learning(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> 
     left.legend(fontsize=8)
     numbers = records[records["metric"] == "trained numbers"].groupby("method")["value"].mean()
     for i, (name, rows) in enumerate(final.groupby("method", sort=False)):
-        right.plot(
-            [numbers[name]] * len(rows), rows["value"], "o", markersize=4, color=f"C{i % 6}", alpha=0.8
-        )
-        right.annotate(str(name), (numbers[name], rows["value"].max()), xytext=(0, 4),
-                       textcoords="offset points", fontsize=7, ha="center")  # fmt: skip
+        apart = numbers[name] * 1.02 ** (
+            i % 5 - 2
+        )  # competitors that train equally many numbers lie side by side
+        right.plot([apart] * len(rows), rows["value"], "osDv^"[i % 5], markersize=4, color=f"C{i}", alpha=0.8,
+                   label=str(name))  # fmt: skip
     right.set(xlabel="trained numbers", ylabel="final loss", xscale="log")
-    right.margins(x=0.2, y=0.15)
-    fig.savefig(path)
+    right.xaxis.set_minor_formatter("")
+    right.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+    fig.savefig(path, bbox_inches="tight")
 
 
 def spectra(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
@@ -108,6 +109,9 @@ def sizes(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> Non
             group["block size"].astype(int), group["value"], "o-", markersize=3, label=f"seed {int(seed)}"
         )
     left.set(xlabel="block size", ylabel="loss (nats per token)", xscale="log")
+    left.set_xticks(sorted(rows["block size"].astype(int).unique()))
+    left.xaxis.set_major_formatter("{x:.0f}")
+    left.xaxis.set_minor_formatter("")
     times = records[records["metric"] == "seconds of a step"]
     for i, (_, group) in enumerate(times.groupby("method", sort=False)):
         low, middle, high = np.quantile(group["value"], (0.2, 0.5, 0.8))

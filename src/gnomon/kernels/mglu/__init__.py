@@ -167,8 +167,8 @@ def glu(x: Tensor, gate: Tensor, value: Tensor, act: str = "silu", backend: str 
 
 def _check(x: Tensor, weight: Tensor, planes: Tensor, n_masks: int) -> None:
     """What would make a kernel read outside its operands."""
-    if not 1 <= n_masks <= MOST_MASKS:
-        raise UsageError(f"n_masks={n_masks} is outside 1 … {MOST_MASKS}.")
+    if not isinstance(n_masks, int) or not 1 <= n_masks <= MOST_MASKS:
+        raise UsageError(f"n_masks={n_masks!r} is outside 1 … {MOST_MASKS}.")
     if x.dtype not in DTYPES or weight.dtype not in DTYPES:
         raise UsageError(
             f"x is {x.dtype} and the weight {weight.dtype}; the kernels take float16, bfloat16 and float32."

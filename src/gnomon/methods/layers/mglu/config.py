@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from gnomon.core.errors import UsageError, unknown
+from gnomon.core.errors import UsageError, number, unknown
 from gnomon.kernels.mglu.planes import MOST_MASKS
 from gnomon.kernels.mglu.reference import canonical
 
@@ -36,21 +36,24 @@ class MGLUConfig:
     def __post_init__(self) -> None:
         require_masks(self.n_masks)
         canonical(self.hidden_act)
-        if not 0 < self.mask_init_std < math.inf:
+        if not 0 < number(self.mask_init_std) < math.inf:
             raise UsageError(
-                f"mask_init_std={self.mask_init_std} must be positive and finite: all logits at 0 would make every "
+                f"mask_init_std={self.mask_init_std!r} must be positive and finite: all logits at 0 would make every "
                 "mask 0. The paper's is 0.01."
             )
+        if not isinstance(self.learned, bool):
+            raise UsageError(f"learned={self.learned!r} must be True or False.")
         if self.masked not in MASKED:
             raise unknown("choice of what is masked", self.masked, MASKED)
         if self.masked == "neither" and self.n_masks != 1:
             raise UsageError(
                 f"masked='neither' with n_masks={self.n_masks} would add up equal routes. Use n_masks=1."
             )
-        if self.top_k is not None and not 1 <= self.top_k <= self.n_masks:
-            raise UsageError(f"top_k={self.top_k} routes can't be taken of n_masks={self.n_masks}.")
-        if self.mask_weight_decay is not None and not 0 <= self.mask_weight_decay < math.inf:
-            raise UsageError(f"mask_weight_decay={self.mask_weight_decay} must be 0 or more, and finite.")
+        whole = isinstance(self.top_k, int) and not isinstance(self.top_k, bool)
+        if self.top_k is not None and not (whole and 1 <= self.top_k <= self.n_masks):
+            raise UsageError(f"top_k={self.top_k!r} routes can't be taken of n_masks={self.n_masks}.")
+        if self.mask_weight_decay is not None and not 0 <= number(self.mask_weight_decay) < math.inf:
+            raise UsageError(f"mask_weight_decay={self.mask_weight_decay!r} must be 0 or more, and finite.")
 
 
 def require_masks(n_masks: Any) -> None:

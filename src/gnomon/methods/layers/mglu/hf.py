@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -211,6 +212,25 @@ def model_class(base: Any) -> type[PreTrainedModel]:
     )
 
 
+_watchers: list[Callable[[type[PretrainedConfig]], None]] = []
+_used: dict[type[PretrainedConfig], None] = {}
+
+
+def watch(told: Callable[[type[PretrainedConfig]], None]) -> None:
+    """Call `told` once with each configuration class that models have or will have, so that it can be registered."""
+    if told not in _watchers:
+        _watchers.append(told)
+        for kind in _used:
+            told(kind)
+
+
+def _announce(kind: type[PretrainedConfig]) -> None:
+    if kind not in _used:
+        _used[kind] = None
+        for told in _watchers:
+            told(kind)
+
+
 def adopt(model: PreTrainedModel, config: MGLUConfig) -> None:
     """Make a Transformers model whose MLPs were replaced one of type `gnomon_mglu`, in place.
 
@@ -227,6 +247,7 @@ def adopt(model: PreTrainedModel, config: MGLUConfig) -> None:
         if getattr(module, "config", None) is old:
             module.config = new
     model.__class__ = model_class(model.__class__)
+    _announce(type(new))
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "mask_logits"}
     _adopt_inner(model)
 
@@ -258,10 +279,11 @@ def __getattr__(name: str) -> Any:
     if name.startswith(PREFIX):
         base = getattr(transformers, name.removeprefix(PREFIX), None)
         if isinstance(base, type) and issubclass(base, PretrainedConfig):
+            _announce(config_class(base))
             return config_class(base)
         if isinstance(base, type) and issubclass(base, PreTrainedModel):
             return model_class(base)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["INDEX", "SINGLE", "TYPE", "adopt", "config_class", "model_class", "of_dict"]
+__all__ = ["INDEX", "SINGLE", "TYPE", "adopt", "config_class", "model_class", "of_dict", "watch"]

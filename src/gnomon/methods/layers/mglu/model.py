@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gnomon.core.errors import UsageError, unknown
+from gnomon.core.errors import UsageError, number, unknown
 from gnomon.core.layers import decoder_stack, sublayers, unwrap
 from gnomon.kernels.mglu.planes import unpack, width
 
@@ -49,6 +50,8 @@ def replace_mlp(
         UsageError: an MLP that isn't gated, has biases or is replaced already; nothing is changed then.
     """
     config = config or MGLUConfig()
+    if not isinstance(config, MGLUConfig):
+        raise UsageError(f"config is {type(config).__name__}, not an MGLUConfig(n_masks=…, …).")
     root = unwrap(model)
     found = []
     for layer in decoder_stack(model).layers:
@@ -203,7 +206,7 @@ def param_groups(
         mask_weight_decay: of the logits; None takes the layers' own setting, else `weight_decay`, as in the paper.
 
     Raises:
-        UsageError: no MGLU layer, or layers that state different decays.
+        UsageError: no MGLU layer, layers that state different decays, or numbers out of range.
     """
     layers = mglu_layers(model)
     if mask_weight_decay is None:
@@ -214,6 +217,15 @@ def param_groups(
             )
         [own] = stated
         mask_weight_decay = weight_decay if own is None else own
+    for name, value in (
+        ("weight_decay", weight_decay),
+        ("mask_lr", mask_lr),
+        ("mask_weight_decay", mask_weight_decay),
+    ):
+        if value is None and name == "mask_lr":
+            continue
+        if not 0 <= number(value) < math.inf:
+            raise UsageError(f"{name}={value!r} must be finite and not negative.")
     masks = {id(p) for mlp in layers.values() if (p := _logits(mlp)) is not None}
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [

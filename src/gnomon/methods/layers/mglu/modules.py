@@ -5,7 +5,7 @@ Shapes: h inputs, d outputs of the shared matrix, n masks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ __all__ = ["LAYOUTS", "FrozenMGLULinear", "MGLULinear", "SwiMGLUMLP"]
 
 
 class MGLULinear(nn.Module):
-    """W and the logits of its masks. No biases."""
+    """W and the logits of its masks, which are float32 or wider. No biases."""
 
     mask_logits: Tensor | None
     masked: str
@@ -59,9 +59,9 @@ class MGLULinear(nn.Module):
         """
         super().__init__()
         require_masks(n_masks)
-        if min(in_features, out_features) < 1:
+        if not all(isinstance(one, int) and one >= 1 for one in (in_features, out_features)):
             raise UsageError(
-                f"A matrix of {out_features} x {in_features} has no weights. Give both at least 1."
+                f"A matrix of {out_features!r} x {in_features!r} has no weights. Give whole numbers, at least 1."
             )
         if masked not in MASKED:
             raise unknown("choice of what is masked", masked, MASKED)
@@ -71,7 +71,8 @@ class MGLULinear(nn.Module):
         if masked == "neither":
             self.register_parameter("mask_logits", None)
         else:
-            logits = torch.empty(n_masks, out_features, in_features, device=device, dtype=dtype)
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            logits = torch.empty(n_masks, out_features, in_features, device=device, dtype=wide)
             if learned:
                 self.mask_logits = nn.Parameter(logits)
             else:
@@ -87,7 +88,22 @@ class MGLULinear(nn.Module):
         else:
             self.weight.normal_(0, self.weight_init_std, generator=generator)
         if self.mask_logits is not None:
-            self.mask_logits.normal_(0, self.mask_init_std, generator=generator)
+            drawn = torch.empty_like(
+                self.mask_logits, dtype=self.weight.dtype
+            )  # equal draws whatever is kept
+            self.mask_logits.copy_(drawn.normal_(0, self.mask_init_std, generator=generator))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MGLULinear:
+        """A model that is cast to bfloat16 takes W along, but logits stay in float32 or better: steps would be lost."""
+        logits = self.mask_logits
+        own = {id(t) for t in (logits, None if logits is None else logits.grad) if t is not None}
+
+        def kept(t: Tensor) -> Tensor:
+            new = fn(t)
+            return t.to(new.device) if id(t) in own and new.dtype.itemsize < 4 else new
+
+        super()._apply(kept, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     @property
     def masks(self) -> Float[Tensor, "n d h"]:
@@ -193,8 +209,16 @@ class FrozenMGLULinear(nn.Module):
 
     def _arrange(self) -> None:
         """Once: planes as CPU kernels read them fastest; loaders put them in as they are stored."""
-        if self.layout == "planes" and self.mask_planes.device.type == "cpu" and not is_traced():
-            self.mask_planes = by_rows(self.mask_planes)
+        planes = self.mask_planes if self.layout == "planes" else None
+        if (
+            planes is None
+            or planes.device.type != "cpu"
+            or is_traced()
+            or planes.transpose(0, 1).is_contiguous()
+        ):
+            return
+        with torch.inference_mode(False):  # a tensor made in it could never be loaded into again
+            self.mask_planes = by_rows(planes)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Stored is the order of the card, whatever it is in memory: files take contiguous tensors alone."""

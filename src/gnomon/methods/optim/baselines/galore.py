@@ -31,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from gnomon.core.errors import NumericalFailure, UsageError, unknown
+from gnomon.core.errors import NumericalFailure, UsageError, number, unknown
 from gnomon.core.layers import linears
 
 PROJ_TYPES = ("std", "reverse_std", "left", "right")
@@ -221,11 +221,11 @@ def galore_param_groups(model: nn.Module, rank: int, **options: Any) -> list[dic
 
 def _check(group: Mapping[str, Any]) -> None:
     for name in ("lr", "weight_decay", "eps", "scale"):
-        if not 0 <= group[name] < math.inf:
-            raise UsageError(f"{name}={group[name]} must be finite and not negative.")
-    for beta in group["betas"]:
-        if not 0 <= beta < 1:
-            raise UsageError(f"betas={group['betas']} must lie in [0, 1).")
+        if not 0 <= number(group[name]) < math.inf:
+            raise UsageError(f"{name}={group[name]!r} must be finite and not negative.")
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= number(b) < 1 for b in betas):
+        raise UsageError(f"betas={betas!r} must lie in [0, 1), two numbers.")
     if group["proj_type"] not in PROJ_TYPES:
         raise unknown("proj_type", str(group["proj_type"]), PROJ_TYPES)
     for name in ("rank", "update_proj_gap"):

@@ -77,8 +77,10 @@ class LISA(BlockOptimizer):
                     f"{name}= is what makes LISA what it is. For another choice use BlockOptimizer."
                 )
         stack = decoder_stack(model)
-        if not 1 <= layers <= len(stack.layers):
-            raise UsageError(f"layers={layers} must lie in 1..{len(stack.layers)}, the layers of this model.")
+        if not isinstance(layers, int) or not 1 <= layers <= len(stack.layers):
+            raise UsageError(
+                f"layers={layers!r} must lie in 1..{len(stack.layers)}, the layers of this model."
+            )
         self.layers = layers
         outside = [
             n for n, p in model.named_parameters() if not n.startswith(f"{stack.name}.") and p.requires_grad

@@ -25,10 +25,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gnomon.core.errors import UsageError
+from gnomon.core.errors import UsageError, number
 
 from ..bread.expansion import SGDExpansion
-from ..bread.on_the_fly import OnTheFly
+from ..bread.on_the_fly import OnTheFly, no_copy
 
 
 class LOMO(torch.optim.Optimizer):
@@ -63,8 +63,6 @@ class LOMO(torch.optim.Optimizer):
         rounding: Literal["stochastic", "nearest"] = "stochastic",
         seed: int = 0,
     ) -> None:
-        if not 0 <= lr < math.inf:
-            raise UsageError(f"lr={lr} must be finite and not negative.")
         if isinstance(params, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise UsageError(
                 f"The model is wrapped in {type(params).__name__}, which reduces gradients after they were used here. "
@@ -79,6 +77,9 @@ class LOMO(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
+        if not 0 <= number(lr := self.param_groups[-1]["lr"]) < math.inf:
+            self.param_groups.pop()
+            raise UsageError(f"lr={lr!r} must be finite and not negative.")
         for p in self.param_groups[-1]["params"]:
             if p.dtype == torch.float16:
                 self.param_groups.pop()
@@ -102,6 +103,7 @@ class LOMO(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.on_the_fly.require_finite()
+        self._require_used()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -123,6 +125,23 @@ class LOMO(torch.optim.Optimizer):
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.on_the_fly.load_state_dict(state_dict["on_the_fly"])
         self._attach()  # groups are new objects after loading
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies and pickles, which would have no hooks.
+
+        Raises:
+            UsageError: always.
+        """
+        raise no_copy(self)
+
+    def _require_used(self) -> None:
+        left = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if left:
+            raise UsageError(
+                f"{len(left)} parameters have gradients that no update used, the first of shape "
+                f"{tuple(left[0].shape)}: they were frozen when LOMO was built, or it was closed. Set requires_grad "
+                "before building it."
+            )
 
     def _attach(self) -> None:
         rows: list[tuple[str, Tensor, dict[str, Any]]] = []

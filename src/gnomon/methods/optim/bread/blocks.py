@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,6 +65,8 @@ def make_blocks(
         UsageError: no decoder layers, a name that matches nothing, blocks that overlap, are empty or can't be trained.
     """
     given = not isinstance(blocks, str)
+    if not isinstance(blocks, Collection):
+        raise UsageError(f"blocks={blocks!r} must be {', '.join(KINDS)} or a list of lists of names.")
     if isinstance(blocks, str) and blocks not in KINDS:
         raise unknown("kind of block", blocks, (*KINDS, "a list of lists of names"))
     canonical = _canonical(model)
@@ -77,7 +79,8 @@ def make_blocks(
                 "lists of names "
                 "add the names to a list."
             )
-        named = [(_title(names), _resolve(names, canonical, f"block {i}")) for i, names in enumerate(blocks)]
+        found = [_resolve(names, canonical, f"block {i}") for i, names in enumerate(blocks)]
+        named = [(_title(names), own) for names, own in zip(blocks, found, strict=True)]
         depths = _depths(model, [members for _, members in named], canonical)
     else:
         named, depths = _by_kind(model, str(blocks), canonical, set(always), include_embeddings, include_head)
@@ -109,6 +112,8 @@ def _canonical(model: nn.Module) -> dict[str, str]:
 def _resolve(entries: Sequence[str], canonical: Mapping[str, str], what: str) -> list[str]:
     if isinstance(entries, str):
         raise UsageError(f"{what} is the text {entries!r}, but a list of names is needed: [{entries!r}].")
+    if not isinstance(entries, Collection) or not all(isinstance(entry, str) for entry in entries):
+        raise UsageError(f"{what} is {entries!r}, but a list of names is needed, such as ['model.layers.1'].")
     if not entries and what != "always_active":
         raise UsageError(f"{what} is empty, so its turn would train nothing. Leave it out.")
     found: dict[str, None] = {}

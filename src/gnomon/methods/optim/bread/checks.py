@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gnomon.core.errors import UsageError, unknown
+from gnomon.core.errors import UsageError, number, unknown
 from gnomon.core.layers import unwrap
 
 from .expansion import Expansion, SGDExpansion
@@ -21,16 +21,36 @@ MARK = "_gnomon_block_optimizer"
 
 
 def check_options(
-    hyper: Mapping[str, Any], switch_every: int, expansion: Expansion | None, scope: str | None
+    hyper: Mapping[str, Any],
+    switch_every: int,
+    expansion: Expansion | None,
+    scope: str | None,
+    master_dtype: torch.dtype,
+    generator: torch.Generator | None,
 ) -> None:
     for name in ("lr", "eps", "weight_decay"):
-        if not 0 <= hyper[name] < math.inf:
-            raise UsageError(f"{name}={hyper[name]} must be finite and not negative.")
-    if len(hyper["betas"]) != 2 or not all(0 <= beta < 1 for beta in hyper["betas"]):
+        if not 0 <= number(hyper[name]) < math.inf:
+            raise UsageError(f"{name}={hyper[name]!r} must be finite and not negative.")
+    betas = hyper["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= number(b) < 1 for b in betas):
         raise UsageError(f"betas={hyper['betas']} must be two numbers in [0, 1).")
     if not isinstance(switch_every, int) or switch_every < 1:
         raise UsageError(
             f"switch_every={switch_every} must be a whole number, at least 1: it is the steps of one block's turn."
+        )
+    if expansion is not None and not isinstance(expansion, Expansion):
+        raise UsageError(
+            f"expansion={expansion!r} is no expansion, and would leave plain block descent. Give LoRAExpansion(…), "
+            "SGDExpansion(…), preset('bread-lora') or None."
+        )
+    if master_dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        raise UsageError(
+            f"master_dtype={master_dtype!r} must be torch.float32, torch.float64 or, for a copy no wider than the "
+            "weights, torch.bfloat16. Adam's moments overflow in float16."
+        )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise UsageError(
+            f"generator={generator!r} must be a torch.Generator().manual_seed({generator!r}), or None."
         )
     if scope is not None and scope not in SCOPES:
         raise unknown("scope", scope, SCOPES)
@@ -48,6 +68,10 @@ def check_options(
 
 
 def check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"model is {type(model).__name__}, but blocks are found in a whole model: give that, not its parameters."
+        )
     if unwrap(model) is not model:
         raise UsageError(
             f"The model is wrapped in {type(model).__name__}, but blocks and hooks belong to the bare one: "

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gnomon.core.errors import UsageError, nearest, unknown
+from gnomon.core.errors import UsageError, nearest, number, unknown
 from gnomon.core.layers import is_conv1d
 
 ROUNDINGS = ("stochastic", "nearest")
@@ -41,11 +41,11 @@ class LoRAExpansion:
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or self.rank < 0:
             raise UsageError(f"rank={self.rank} must be a whole number, at least 0 (which is BAdam).")
-        if self.alpha is not None and not 0 < self.alpha < math.inf:
-            raise UsageError(f"alpha={self.alpha} must be positive and finite; None is 4 · rank.")
-        if not 0 < self.lr_ratio_u < math.inf:
+        if self.alpha is not None and not 0 < number(self.alpha) < math.inf:
+            raise UsageError(f"alpha={self.alpha!r} must be positive and finite; None is 4 · rank.")
+        if not 0 < number(self.lr_ratio_u) < math.inf:
             raise UsageError(
-                f"lr_ratio_u={self.lr_ratio_u} must be positive and finite: 1 is LoRA, 16 is LoRA+."
+                f"lr_ratio_u={self.lr_ratio_u!r} must be positive and finite: 1 is LoRA, 16 is LoRA+."
             )
         if self.targets is not None and (isinstance(self.targets, str) or not self.targets):
             raise UsageError(
@@ -80,10 +80,14 @@ class SGDExpansion:
     """Batches of one step, by which a step of signs is divided (losses are by whoever trains)."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lr_scale < math.inf:
-            raise UsageError(f"lr_scale={self.lr_scale} must be finite and not negative; 0 changes nothing.")
-        if self.batches < 1:
-            raise UsageError(f"batches={self.batches} must be at least 1.")
+        if not 0 <= number(self.lr_scale) < math.inf:
+            raise UsageError(
+                f"lr_scale={self.lr_scale!r} must be finite and not negative; 0 changes nothing."
+            )
+        if not isinstance(self.batches, int) or self.batches < 1:
+            raise UsageError(f"batches={self.batches!r} must be at least 1, and whole.")
+        if not isinstance(self.seed, int):
+            raise UsageError(f"seed={self.seed!r} must be a whole number.")
         if self.rounding not in ROUNDINGS:
             raise unknown("rounding", self.rounding, ROUNDINGS)
 

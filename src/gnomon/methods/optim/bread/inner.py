@@ -14,6 +14,9 @@ from gnomon.core.errors import UsageError
 HYPER = ("lr", "betas", "eps", "weight_decay")
 """What a group of the outer optimizer hands to the base optimizer before each step."""
 
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+"""States of torch's Adam family that have their parameter's shape."""
+
 Group = Mapping[str, Any]
 
 
@@ -79,6 +82,14 @@ class MasteredOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        flat = [master for masters in self.masters for master in masters]
+        for i, own in state["optimizer"]["state"].items():
+            for name, value in own.items():
+                if name in MOMENTS and value.shape != flat[i].shape:
+                    raise UsageError(
+                        f"The saved state's {name} of parameter {i} has the shape {tuple(value.shape)}, the parameter "
+                        f"here {tuple(flat[i].shape)}: it belongs to a model of another size. Build that one."
+                    )
         self.optimizer.load_state_dict(state["optimizer"])
         for (p, master), saved in zip(self.pairs(), state["masters"], strict=True):
             if (saved is None) != (master is p):

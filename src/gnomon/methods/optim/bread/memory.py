@@ -51,8 +51,10 @@ def estimate_memory(
     """
     if method not in METHODS:
         raise unknown("method", method, METHODS)
-    if rank < 0:
-        raise UsageError(f"rank={rank} must not be negative.")
+    if not isinstance(rank, int) or rank < 0:
+        raise UsageError(f"rank={rank!r} must not be negative, and whole.")
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"dtype={dtype!r} must be a torch.dtype, such as torch.bfloat16.")
     model = config if isinstance(config, nn.Module) else skeleton(config)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     partition = make_blocks(model, blocks, include_embeddings=include_embeddings, include_head=include_head)

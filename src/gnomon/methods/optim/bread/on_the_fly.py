@@ -117,6 +117,15 @@ class OnTheFly:
         return torch.Generator(p.device).manual_seed((self.rule.seed * 1_000_003 + self.draws) % 2**63)
 
 
+def no_copy(optimizer: torch.optim.Optimizer) -> UsageError:
+    """What to say about a copy or a pickle of an optimizer that lives in hooks."""
+    name = type(optimizer).__name__
+    return UsageError(
+        f"{name} works through hooks on its model's parameters, which a copy or pickle of it would lack. Copy "
+        f"the model, build {name} for the copy, and hand on state_dict() with load_state_dict()."
+    )
+
+
 def sparse(name: str) -> str:
     """What to say about a sparse gradient."""
     return (

@@ -18,7 +18,7 @@ from .blocks import Block, Kind, Order, Turns, make_blocks
 from .checks import MARK, check_autocast, check_model, check_options, check_reentrant, check_unwrapped
 from .expansion import Adapters, Expansion, LoRAExpansion, SGDExpansion, linears_of, pick_targets
 from .inner import MasteredOptimizer, require_base
-from .on_the_fly import OnTheFly, sparse
+from .on_the_fly import OnTheFly, no_copy, sparse
 from .ranks import average_, copy_from_first, from_first, launched, world_size
 
 logger = logging.getLogger(__name__)
@@ -83,8 +83,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         generator: torch.Generator | None = None,
     ) -> None:
         require_base(base)
-        hyper = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        check_options(hyper, switch_every, expansion, scope)
+        hyper: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_options(hyper, switch_every, expansion, scope, master_dtype, generator)
+        hyper["betas"] = tuple(betas)
         check_model(model)
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         self.partition = make_blocks(
@@ -257,6 +258,14 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._closed = True
 
     # ---------------------------------------------------------------------------------------- checkpoints
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies and pickles, which would have no blocks and hooks.
+
+        Raises:
+            UsageError: always.
+        """
+        raise no_copy(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights: whose turn it is and for how long, states and wide copies, draws to come."""

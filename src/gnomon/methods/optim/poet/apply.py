@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnomon.core.errors import UsageError, nearest
+from gnomon.core.errors import UsageError, nearest, number
 from gnomon.core.layers import linears, unwrap
 
 from .config import POETConfig, blocks_of
@@ -52,6 +52,8 @@ def apply_poet(model: nn.Module, cfg: POETConfig) -> POETReport:
             inside a wrapper; the model is then as before.
         NumericalFailure: with init="keep", a weight that isn't finite.
     """
+    if not isinstance(cfg, POETConfig):
+        raise UsageError(f"cfg is {type(cfg).__name__}, not a POETConfig(block_size=…, …).")
     if unwrap(model) is not model and not callable(getattr(model, "get_base_model", None)):
         raise UsageError(
             f"The model is inside {type(model).__name__}, which has noted its parameters. Call apply_poet on the "
@@ -138,6 +140,10 @@ def merge_poet(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for name, layer in layers.items():
             _put(model, name, layer.to_linear())
+    for module in model.modules():  # nothing of POET is left, so that a pickle of the model loads without it
+        hooks = module._load_state_dict_pre_hooks
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is _check_states]:
+            del hooks[key]
     return model
 
 
@@ -160,8 +166,8 @@ def poet_param_groups(
         # A fraction of 1/2 has the rate of b = 256 in the paper, 1/4 that of 128.
         poet_lr = 1e-3 * (256 / cfg.block_size if cfg.variant == "bs" else 0.5 / cfg.fraction)
     for name, value in (("base_lr", base_lr), ("poet_lr", poet_lr), ("weight_decay", weight_decay)):
-        if not 0 <= value < float("inf"):
-            raise UsageError(f"{name}={value} must be finite and not negative.")
+        if not 0 <= number(value) < float("inf"):
+            raise UsageError(f"{name}={value!r} must be finite and not negative.")
     rotations = [q for layer in layers.values() for q in (layer.q_out, layer.q_in)]
     known = {id(q) for q in rotations}
     base = [p for p in model.parameters() if p.requires_grad and id(p) not in known]

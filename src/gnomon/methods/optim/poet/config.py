@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gnomon.core.errors import UsageError, unknown
+from gnomon.core.errors import UsageError, number, unknown
 
 from .cayley import Terms
 
@@ -66,9 +67,9 @@ class POETConfig:
                 f"block_size={self.block_size} must be a whole number, at least 2: a 1 x 1 rotation is the number 1 "
                 "and trains nothing."
             )
-        if not 0 < self.fraction <= 1:  # written this way round so that NaN is refused too
+        if not 0 < number(self.fraction) <= 1:  # written this way round so that NaN is refused too
             raise UsageError(
-                f"fraction={self.fraction} must lie in (0, 1]: it is the share of coordinates that a rotation moves."
+                f"fraction={self.fraction!r} must lie in (0, 1]: it is the share of coordinates that a rotation moves."
             )
         if self.neumann_terms != "exact" and (not _whole(self.neumann_terms) or self.neumann_terms < 1):
             raise UsageError(
@@ -84,14 +85,19 @@ class POETConfig:
             raise UsageError(
                 f"clip_ramp_steps={self.clip_ramp_steps} must be a whole number of steps, 0 for none."
             )
-        if not 0 < self.lr_scale < math.inf:
-            raise UsageError(f"lr_scale={self.lr_scale} must be positive and finite.")
+        if not 0 < number(self.lr_scale) < math.inf:
+            raise UsageError(f"lr_scale={self.lr_scale!r} must be positive and finite.")
         if not _whole(self.seed) or not 0 <= self.seed < 2**32:
             raise UsageError(f"seed={self.seed} must be a whole number in [0, 2**32).")
         for name in ("target_modules", "exclude_modules"):
-            if isinstance(getattr(self, name), str):
+            names = getattr(self, name)
+            if isinstance(names, str):
+                raise UsageError(f"{name}={names!r} must be a tuple of names, such as ({names!r},).")
+            if names is None and name == "target_modules":
+                continue
+            if not isinstance(names, Collection) or not all(isinstance(one, str) for one in names):
                 raise UsageError(
-                    f"{name}={getattr(self, name)!r} must be a tuple of names, such as ({getattr(self, name)!r},)."
+                    f"{name}={names!r} must be a tuple of names, such as ('q_proj',); () is none."
                 )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -203,8 +203,23 @@ class POETLinear(nn.Module):
         self.base_weight.copy_(w.index_select(0, self.perm_out).index_select(1, self.perm_in))
 
     def _invert(self) -> None:
-        self.back_out.copy_(self.perm_out.argsort())
-        self.back_in.copy_(self.perm_in.argsort())
+        for side in ("out", "in"):
+            back, order = getattr(self, f"back_{side}"), getattr(self, f"perm_{side}").argsort()
+            if back.device == order.device:
+                back.copy_(order)
+            else:  # load_state_dict(…, assign=True) took the permutations off the meta device
+                setattr(self, f"back_{side}", order)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> POETLinear:
+        """A model that is cast to bfloat16 takes its weight along, but rotations stay in float32 or better."""
+        own = {id(t) for q in (self.q_out, self.q_in) for t in (q, q.grad) if t is not None}
+
+        def kept(t: Tensor) -> Tensor:
+            new = fn(t)
+            return t.to(new.device) if id(t) in own and new.dtype.itemsize < 4 else new
+
+        super()._apply(kept, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def require_rotation(self) -> None:
         """q is finite, and inside the Neumann form's ‖Q‖₂ < 1, of which leaving is only logged."""
@@ -256,6 +271,12 @@ class POETLinear(nn.Module):
                 "and permutations are missing. Load it into the plain model and then call apply_poet with init='keep'."
             )
         for side in ("out", "in"):
+            perm = state_dict.get(f"{prefix}perm_{side}")
+            if isinstance(perm, Tensor) and not perm.is_meta and not _permutes(perm):
+                raise UsageError(
+                    f"perm_{side} in the state of {name} is no permutation, so outputs would be mixed up without a "
+                    "word. The file is damaged: take an earlier checkpoint."
+                )
             q, mine = state_dict.get(f"{prefix}q_{side}"), getattr(self, f"q_{side}")
             if isinstance(q, Tensor) and q.shape != mine.shape:
                 raise UsageError(
@@ -265,6 +286,11 @@ class POETLinear(nn.Module):
         extra = state_dict.get(f"{prefix}_extra_state")
         if not isinstance(extra, Tensor):
             return
+        if extra.shape != self.get_extra_state().shape:
+            raise UsageError(
+                f"The counts in the state of {name} have the shape {tuple(extra.shape)}, not "
+                f"{tuple(self.get_extra_state().shape)}. The file is damaged, or of another version of Gnomon."
+            )
         theirs = tuple(int(v) for v in extra[2:])
         if theirs != self._settings():
             told = [
@@ -324,6 +350,10 @@ def _weight_of(linear: nn.Module) -> Tensor:
     """(outputs, inputs)"""
     weight: Tensor = linear.weight.detach()  # type: ignore[operator]
     return weight.T if is_conv1d(linear) else weight
+
+
+def _permutes(p: Tensor) -> bool:
+    return torch.equal(p.sort().values.long().cpu(), torch.arange(p.numel()))
 
 
 def _told(settings: tuple[int, ...]) -> tuple[object, ...]:

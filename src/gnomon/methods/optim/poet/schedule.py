@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from gnomon.core.errors import NumericalFailure, UsageError
+from gnomon.core.errors import NumericalFailure, UsageError, number
 
 from .apply import require_layers
 from .layer import POETLinear
@@ -44,8 +44,8 @@ class MergeSchedule:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, *, clip: float | None = None) -> None:
-        if clip is not None and not clip > 0:
-            raise UsageError(f"clip={clip} must be a positive norm, or None.")
+        if clip is not None and not number(clip) > 0:
+            raise UsageError(f"clip={clip!r} must be a positive norm, or None.")
         self.layers = require_layers(model)
         self.optimizer = innermost(optimizer)
         self.clip = clip
