@@ -3,12 +3,18 @@
 Negative tests: a set that another head chose, a sparse commit and a re-indexed position must show.
 """
 
+import doctest
 import math
 from typing import ClassVar
 
 import pytest
 import torch
 
+import gnomon.methods.layers.block_diffusion as block_diffusion_package
+import gnomon.methods.layers.block_diffusion.config as config_module
+import gnomon.methods.layers.block_diffusion.masks as masks_module
+import gnomon.methods.layers.mage as mage_package
+import gnomon.methods.layers.mage.cost as cost_module
 from gnomon.core.errors import UsageError
 from gnomon.core.seeding import seeded
 from gnomon.core.tiny import build
@@ -139,6 +145,14 @@ def test_example_b():
     assert bounds(q, low[0, 0], high[0, 0]).tolist() == [[2.0, 1.0, 3.5]]
     true = (KEYS[0, 0] @ q[0]).view(3, 2).amax(-1)
     assert true.tolist() == [2.0, 0.0, 2.5]
+
+
+@pytest.mark.parametrize(
+    "module", [mage_package, block_diffusion_package, config_module, masks_module, cost_module]
+)
+def test_examples_in_docstrings(module):
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed
 
 
 def test_cost_of_the_card():
@@ -550,6 +564,21 @@ def test_bfloat16_batches_and_token_shift(shift):
     assert ids.shape == (3, 27) and stats.active == 1 and not bool((ids == MASK).any())
     alone, _ = generate(one, tokens(3, 18)[1:2], cfg, Mage(8, 1), max_new_tokens=9, force=True)
     assert alone.shape == (1, 27)
+
+
+def test_made_up_prefixes_for_timing(model):
+    """Random keys and values stand in the cache, and a block is denoised after them as after any others."""
+    with decoding(model, config(), total=64, sparse=Mage(8, 0), measure=True) as decoder:
+        decoder.pretend(60, rows=2, generator=torch.Generator().manual_seed(0))
+        assert decoder.committed == 60
+        kept = torch.stack([layer.keys[:, :, :60] for layer in decoder.cache.layers])
+        assert abs(float(kept.mean())) < 0.05 and float(kept.std()) == pytest.approx(1, abs=0.05)
+        decoder.begin(torch.ones(2, 4, dtype=torch.bool))
+        for _ in range(3):
+            decoder.denoise(torch.full((2, 4), MASK))
+        assert decoder.session.reads.denoise == 3 * mage_reads(60, 4, 3, 8)
+        with pytest.raises(UsageError, match="holds 60 tokens already"):
+            decoder.pretend(4)
 
 
 # ------------------------------------------------------------------------------------------ observing

@@ -85,6 +85,7 @@ def mean_over_queries(
     """Mean over the block's queries that count; over all in a row where none does, or without `queries`."""
     if queries is None:
         return x.mean(2)
+    queries = queries.to(x.device)  # layers of a large model may lie on other devices than its tokens
     counted = torch.where(queries.any(-1, keepdim=True), queries, torch.ones_like(queries))
     weights = counted.to(x.dtype) / counted.sum(-1, keepdim=True).to(x.dtype)  # (R, B)
     shape = (weights.shape[0], 1, weights.shape[1], *[1] * (x.ndim - 3))

@@ -68,6 +68,28 @@ class BlockDecoder:
             self._last = self._forward(part, "prefill", mask, last=True)[:, -1]
             self.cache.commit(part.shape[1])
 
+    def pretend(self, tokens: int, *, rows: int = 1, generator: torch.Generator | None = None) -> None:
+        """Commit `tokens` made-up tokens, standard normal keys and values: for timing long contexts without a prefill.
+
+        Args:
+            generator: on the CPU; None draws from the ambient random state.
+
+        Raises:
+            UsageError: tokens that aren't whole blocks, or a cache that isn't empty.
+        """
+        require_blocks(tokens, self.cfg.block_size)
+        if self.committed:
+            raise UsageError(f"The cache holds {self.committed} tokens already; pretend comes first.")
+        device = next(self.model.parameters()).device
+        self.prefill(
+            torch.zeros(rows, self.cfg.block_size, dtype=torch.long, device=device)
+        )  # makes the layers
+        for layer in self.cache.layers:
+            for kept in (layer.keys, layer.values):
+                shape = (*kept.shape[:2], tokens, kept.shape[-1])
+                kept[:, :, :tokens] = torch.randn(shape, generator=generator)
+        self.cache.commit(tokens - self.cfg.block_size)
+
     def begin(self, masked: Bool[Tensor, "R B"]) -> None:
         """Start the next block.
 
