@@ -5,6 +5,8 @@ Negative tests: a causal mask, a missing commit and a boolean mask in eager atte
 
 import copy
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -592,6 +594,26 @@ def test_a_model_says_how_it_was_trained_and_keeps_it_when_saved(tmp_path):
     with pytest.raises(UsageError, match="trained with block_size=4, not block_size=8"):
         generate(again, ids, config(8))
     assert generate(again, ids, config(8), max_new_tokens=3, force=True)[0].shape == (1, 9)
+
+
+@pytest.mark.slow  # a process of its own
+def test_a_saved_model_generates_the_same_in_a_fresh_process(tmp_path):
+    one, cfg = model_of(dtype=torch.float32), config()
+    declare(one, cfg)
+    one.save_pretrained(tmp_path)
+    code = (
+        "import sys, torch\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "from gnomon.methods.layers.block_diffusion import BlockDiffusionConfig, generate\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "cfg = BlockDiffusionConfig(block_size=4, mask_token_id=258)\n"
+        "print(generate(model, torch.tensor([[1, 2, 3, 4, 5]]), cfg, max_new_tokens=7)[0].tolist())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    expected = generate(one, torch.tensor([[1, 2, 3, 4, 5]]), cfg, max_new_tokens=7)[0]
+    assert done.stdout.strip() == str(expected.tolist())
 
 
 # ------------------------------------------------------------------------------------------- training

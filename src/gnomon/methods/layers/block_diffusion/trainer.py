@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from gnomon.core.errors import UsageError
+from gnomon.core.errors import MissingExtra, UsageError
 
 from .batches import BlockDiffusionCollator, DiffusionLoss
 from .config import BlockDiffusionConfig
@@ -38,7 +39,10 @@ class BlockDiffusionTrainer(Trainer):  # type: ignore[misc]
 
         Raises:
             UsageError: a model that can't be one, neither collator nor pad token, a collator of other settings.
+            MissingExtra: Accelerate isn't installed.
         """
+        if find_spec("accelerate") is None:
+            raise MissingExtra("accelerate", "train", "BlockDiffusionTrainer")
         if data_collator is None:
             if pad_token_id is None:
                 raise UsageError("Give pad_token_id (best the end-of-text token), or a data_collator.")
