@@ -7,7 +7,12 @@ __all__ = ["chosen"]
 
 def chosen(device: str = "cpu") -> dict[str, str]:
     """What runs for each kernel on such a device, and why: `gnomon doctor` and every result print it."""
-    from . import bf16, mglu, nf12
+    from . import bf16, mglu, nf12, sparse_decode
 
-    choices = {"bf16": bf16.choice(device), "mglu": mglu.choice(device), "nf12": nf12.choice(device)}
+    choices = {
+        "bf16": bf16.choice(device),
+        "mglu": mglu.choice(device),
+        "nf12": nf12.choice(device),
+        "sparse_decode": sparse_decode.choice(device),
+    }
     return {name: f"{choice.name} ({choice.reason})" for name, choice in choices.items()}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 __all__ = ["DTYPES", "ISAS", "library", "pointer", "problem", "why_not"]
 
-_P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {  # of the functions called at every token, so that plain integers do as arguments
     "gnomon_bf16_linear": (_I, _I, _P, _N, _N, _I, _P, _N, _N, _P),
     "gnomon_nf12_linear": (_I, _I, _P, _N, _N, _I, _P, _P, _P, _N, _N, _N, _I, _P),
@@ -27,6 +27,8 @@ _SIGNATURES = {  # of the functions called at every token, so that plain integer
     "gnomon_mglu": (_I, _I, _P, _N, _N, _I, _P, _N, _N, _P, _I, _N, _N, _P, _I, _P),
     "gnomon_glu": (_I, _I, _P, _N, _N, _I, _P, _N, _P, _N, _N, _I, _P),
     "gnomon_mglu_widen": (_I, _P, _N, _N, _P, _I, _N, _N, _N, _N, _P),
+    "gnomon_sparse_decode": (_I, _I, _P, _P, _P, _I, _N, _N, _N, _N, _N, _N, _P, _P, _N, _N, _F, _P, _P),
+    "gnomon_dense_decode": (_I, _I, _P, _P, _P, _I, _N, _N, _N, _N, _N, _P, _P, _F, _P),
     "gnomon_nf12_decode": (_I, _I, _P, _P, _P, _N, _N, _N, _I, _P, _N, _N, _P, _I),
 }
 

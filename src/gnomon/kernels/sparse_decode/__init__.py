@@ -1,7 +1,8 @@
 """Sparse decoding: one query row per head against a long cache, of which only some values are read.
 
-`sparse_decode` takes the fastest implementation that runs where the tensors are. So far that is plain torch
-everywhere; `reference` says what a faster one has to equal, and how it may be cut into chunks.
+`sparse_decode` takes the fastest implementation that runs where the tensors are; `choice` says which and why.
+`reference` says what a faster one has to equal, and how it may be cut into chunks. `dense_decode` reads everything by
+the same loop over keys: what this one is compared with.
 """
 
 from __future__ import annotations
@@ -12,14 +13,35 @@ import torch
 from torch import Tensor
 
 from ...core.errors import UsageError, unknown
-from . import reference
+from .. import native
+from ..choosing import Choice, choose, remembered
+from ..tracing import is_plain, is_traced, is_transformed
+from . import cpu, reference
 
-__all__ = ["BACKENDS", "sparse_decode"]
+__all__ = ["BACKENDS", "choice", "dense_decode", "sparse_decode"]
 
-BACKENDS = ("auto", "torch")
-"""`torch` is the reference."""
+BACKENDS = ("auto", "torch", *native.ISAS)
+"""`torch` is the reference; instruction sets of the compiled library can be named."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def choice(device: str = "cpu", *, dtype: torch.dtype = torch.bfloat16, backend: str = "auto") -> Choice:
+    """What runs for caches of this dtype on such a device, and why.
+
+    Raises:
+        UsageError: an unknown backend, or one that was asked for and can't run.
+    """
+    return _choice(device, dtype, backend)
+
+
+@remembered
+def _choice(device: str, dtype: torch.dtype, backend: str) -> Choice:
+    if backend not in BACKENDS:
+        raise unknown("backend", backend, BACKENDS)
+    name = {"torch": "reference"}.get(backend, backend)
+    lacks = () if dtype in native.DTYPES else native.ISAS
+    return choose("sparse_decode", device, name, lambda: "it has no Triton kernel yet", lacks=lacks)
 
 
 def sparse_decode(
@@ -46,14 +68,93 @@ def sparse_decode(
         backend: one of `BACKENDS` to insist on.
 
     Raises:
-        UsageError: tensors that don't belong together; n or oversample < 1; an unknown backend.
+        UsageError: tensors that don't belong together; n or oversample < 1; an unknown backend, or one that can't run.
+
+    Differentiable is only "torch", which "auto" takes where a gradient is asked for; positions never are. A compiled
+    kernel sums in another order, so scores that agree but for their last bits may be ranked otherwise.
     """
-    if backend not in BACKENDS:
-        raise unknown("backend", backend, BACKENDS)
     _check(q, k, v, n, oversample, visible)
-    return reference.decode(
-        q, k, v, n, oversample, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, visible
-    )
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    if backend == "torch" or (backend == "auto" and (learns or is_transformed())):
+        return reference.decode(q, k, v, n, oversample, scale, visible)
+    if not learns and all(map(is_plain, (q, k, v))) and not is_traced():
+        return _sparse(q, k, v, n, oversample, scale, visible, backend)
+    out, kept = _sparse_op(q, k, v, n, oversample, scale, visible, backend)
+    return out, kept
+
+
+def _sparse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    n: int,
+    oversample: int,
+    scale: float,
+    visible: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    name = _choice(q.device.type, q.dtype, backend).name
+    if name == "reference":
+        return reference.decode(q, k, v, n, oversample, scale, visible)
+    return cpu.sparse_decode(q, k, v, n, oversample, scale, visible, name)
+
+
+_sparse_op = torch.library.custom_op(
+    "gnomon::sparse_decode",
+    _sparse,
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, int n, int oversample, float scale, Tensor? visible, str backend)"
+        " -> (Tensor, Tensor)"
+    ),
+)
+
+
+@_sparse_op.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    n: int,
+    oversample: int,
+    scale: float,
+    visible: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty((*q.shape[:2], n), dtype=torch.long)
+
+
+def dense_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    visible: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """One step of ordinary attention by :func:`sparse_decode`'s loop over keys: (B, Hq, d). To compare with.
+
+    No gradient reaches anything.
+
+    Raises:
+        UsageError: as there; key heads and value heads that differ in number.
+    """
+    _check(q, k, v, 1, 1, visible)
+    if k.shape[1] != v.shape[1]:
+        raise UsageError(
+            f"Dense decoding takes as many key heads as value heads, got {k.shape[1]} and {v.shape[1]}."
+        )
+    q, k, v = q.detach(), k.detach(), v.detach()
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    name = _choice(q.device.type, q.dtype, backend).name
+    if name != "reference":
+        return cpu.dense_decode(q, k, v, scale, visible, name)
+    found = reference.scores(q, k, scale, visible)
+    p = torch.softmax(found, -1).nan_to_num(0)  # rows without a visible key
+    rows = v.to(p.dtype).repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return (p[:, :, None] @ rows)[:, :, 0].to(q.dtype)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, n: int, oversample: int, visible: Tensor | None) -> None:
