@@ -74,6 +74,7 @@ bench: setup
 	$(BIN)/python benchmarks/nf12.py
 	$(BIN)/python benchmarks/optim.py
 	$(BIN)/python benchmarks/mglu.py
+	$(BIN)/python benchmarks/sparse_decode.py
 	$(BIN)/python benchmarks/pruning.py
 	$(BIN)/python benchmarks/shapley.py
 
