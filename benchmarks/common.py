@@ -105,6 +105,22 @@ class Report:
         if load() > 0.3 * cores():
             self.note("the machine is busy with other things: times scatter, ratios less so")
 
+    def begin(self, options: argparse.Namespace, packages: Sequence[str], small: str = "shapes") -> list[int]:
+        """The heading, and which of the numbers of threads that were asked for this process may use.
+
+        Args:
+            small: what `--quick` makes small.
+        """
+        threads = [number for number in options.threads if number <= cores()]
+        for number in sorted({*options.threads} - {*threads}):
+            self.leave_out(f"{number} threads", f"this process may use {cores()} cores")
+        self.heading(threads, packages)
+        if options.quick:
+            self.note(
+                f"--quick: {small} so small that calls are timed, not work; the numbers below mean nothing"
+            )
+        return threads
+
     @property
     def wrong(self) -> list[str]:
         """Names of the checks that failed."""

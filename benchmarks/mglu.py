@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from common import Copies, Report, Work, cores, counted, parser_of, ratio, run, second_level_cache
+from common import Copies, Report, Work, counted, parser_of, ratio, run, second_level_cache
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -314,12 +314,7 @@ def measure(report: Report, options: argparse.Namespace) -> None:
     Raises:
         Wrong: a check failed.
     """
-    threads = [number for number in options.threads if number <= cores()]
-    for number in sorted({*options.threads} - {*threads}):
-        report.leave_out(f"{number} threads", f"this process may use {cores()} cores")
-    report.heading(threads, [])
-    if options.quick:
-        report.note("--quick: shapes so small that calls are timed, not work; the numbers below mean nothing")
+    threads = report.begin(options, [])
     for position, (d, h) in enumerate(options.shapes):
         print()
         of = Operands.of(d, h, report, copies=1 if options.quick else None)

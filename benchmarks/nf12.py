@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from common import Report, cores, parser_of, run
+from common import Report, parser_of, run
 from nf12_bulk import bulk
 from nf12_matrices import Operands, Shape, check
 from nf12_products import products
@@ -37,12 +37,7 @@ def measure(report: Report, options: argparse.Namespace) -> None:
     Raises:
         Wrong: a check failed.
     """
-    threads = [number for number in options.threads if number <= cores()]
-    for number in sorted({*options.threads} - {*threads}):
-        report.leave_out(f"{number} threads", f"this process may use {cores()} cores")
-    report.heading(threads, ["transformers", "zipnn", "zstandard"])
-    if options.quick:
-        report.note("--quick: shapes so small that calls are timed, not work; the numbers below mean nothing")
+    threads = report.begin(options, ["transformers", "zipnn", "zstandard"])
     for position, shape in enumerate(options.shapes):
         print()
         of = Operands.of(shape, report, copies=1 if options.quick else None)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from common import Report, Work, cores, parser_of, ratio, run, table
+from common import Report, Work, parser_of, ratio, run, table
 from torch import Tensor, nn
 
 from gnomon.core.memory import state_bytes
@@ -95,12 +95,7 @@ def measure(report: Report, options: argparse.Namespace) -> None:
     Raises:
         Wrong: a check failed.
     """
-    threads = [number for number in options.threads if number <= cores()]
-    for number in sorted({*options.threads} - {*threads}):
-        report.leave_out(f"{number} threads", f"this process may use {cores()} cores")
-    report.heading(threads, ["numpy"])
-    if options.quick:
-        report.note("--quick: shapes so small that calls are timed, not work; the numbers below mean nothing")
+    threads = report.begin(options, ["numpy"])
     layer = QUICK_LAYER if options.quick else LAYER
     check(report, layer)
     report.stop_if_wrong()

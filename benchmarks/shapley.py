@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from common import Report, Work, cores, parser_of, ratio, run
+from common import Report, Work, parser_of, ratio, run
 from torch import Tensor
 
 from gnomon.core.layers import is_conv1d
@@ -79,14 +79,7 @@ def measure(report: Report, options: argparse.Namespace) -> None:
     Raises:
         Wrong: a check failed.
     """
-    threads = [number for number in options.threads if number <= cores()]
-    for number in sorted({*options.threads} - {*threads}):
-        report.leave_out(f"{number} threads", f"this process may use {cores()} cores")
-    report.heading(threads, ["transformers"])
-    if options.quick:
-        report.note(
-            "--quick: a model so small that calls are timed, not work; the numbers below mean nothing"
-        )
+    threads = report.begin(options, ["transformers"], small="a model")
     model: Any = load(QUICK if options.quick else options.model, dtype="float32").model
     device = next(model.parameters()).device
     length = 16 if options.quick else options.tokens

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from common import Copies, Report, Work, cores, parser_of, ratio, run
+from common import Copies, Report, Work, parser_of, ratio, run
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -145,12 +145,7 @@ def measure(report: Report, options: argparse.Namespace) -> None:
     Raises:
         Wrong: a check failed.
     """
-    threads = [number for number in options.threads if number <= cores()]
-    for number in sorted({*options.threads} - {*threads}):
-        report.leave_out(f"{number} threads", f"this process may use {cores()} cores")
-    report.heading(threads, [])
-    if options.quick:
-        report.note("--quick: caches so small that calls are timed, not work; the numbers below mean nothing")
+    threads = report.begin(options, [], small="caches")
     check(report, min(CHECKED, max(options.lengths)), threads)
     report.stop_if_wrong()
     for length in options.lengths:

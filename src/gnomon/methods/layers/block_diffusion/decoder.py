@@ -17,8 +17,7 @@ from gnomon.core.errors import NumericalFailure, UsageError
 from gnomon.core.layers import unwrap
 from gnomon.core.scoring import evaluating
 
-from ..set_llm.masks import additive
-from ..set_llm.model import attention_of
+from ..own_masks import additive, attention_of
 from .cache import BlockCache
 from .config import BlockDiffusionConfig
 from .fit import require_fit, require_room, require_sparse_fit, takes

@@ -10,24 +10,11 @@ from torch import nn
 from gnomon.core.errors import UsageError
 from gnomon.core.layers import unwrap
 
-from ..set_llm.model import ATTENTION, attention_of
+from ..own_masks import require_own_masks, text_config
 from .config import BlockDiffusionConfig
 
 FIELD = "block_diffusion"
 """Entry of a model's configuration that says how it was trained; kept by `save_pretrained`."""
-
-
-def text_config(model: nn.Module) -> Any:
-    """Configuration of the language model inside wrappers.
-
-    Raises:
-        UsageError: it isn't one of Transformers'.
-    """
-    root = unwrap(model)
-    config: Any = getattr(root, "config", None)
-    if config is None or not hasattr(root, "generate"):
-        raise UsageError(f"{type(root).__name__} is no language model of Transformers.")
-    return config.get_text_config(decoder=True)
 
 
 def require_fit(model: nn.Module, cfg: BlockDiffusionConfig, *, attention: str | None = None) -> None:
@@ -39,25 +26,16 @@ def require_fit(model: nn.Module, cfg: BlockDiffusionConfig, *, attention: str |
     Raises:
         UsageError: with the reason.
     """
-    config, root = text_config(model), unwrap(model)
+    config = require_own_masks(
+        model,
+        windows="which see a part of the prefix only and keep no more of it",
+        states="which read tokens from left to right only",
+        attention=attention,
+    )
+    root = unwrap(model)
     name = type(root).__name__
-    if (kind := attention or attention_of(root)) not in ATTENTION:
-        raise UsageError(
-            f"{name} runs {kind}, which takes no mask of four dimensions. Load it with attn_implementation='sdpa'."
-        )
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window or kinds - {"full_attention"}:
-        what = ", ".join(sorted(kinds - {"full_attention"})) or f"a window of {window} tokens"
-        raise UsageError(
-            f"{name} has layers with {what}, which see a part of the prefix only and keep no more of it. Use a model "
-            "with full attention in all layers."
-        )
     if getattr(config, "num_kv_shared_layers", 0):
         raise UsageError(f"{name} has layers that share a cache, so a block can't be taken back in it.")
-    modules = [type(module).__name__.lower() for module in root.modules()]
-    if any("mamba" in module or "ssm" in module for module in modules):
-        raise UsageError(f"{name} has state-space layers, which read tokens from left to right only.")
     if getattr(config, "alibi", False) or not takes(root, "position_ids"):
         raise UsageError(
             f"{name} takes no position ids (ALiBi, or positions by place), and training needs the same positions "

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from gnomon.core.errors import NumericalFailure, UsageError
 from gnomon.core.layers import unwrap
 
-from ..set_llm.model import as_given
+from ..own_masks import as_given
 from .config import BlockDiffusionConfig
 from .fit import require_fit, takes
 from .masks import block_diff_mask, require_blocks, sources

@@ -23,8 +23,9 @@ Shapes: N tokens of a prompt, R of a response, T = N + R.
 True
 """
 
+from ..own_masks import additive
 from .collate import SetCollator
-from .masks import MODES, Rung, additive, rung, set_attention_mask, set_positions
+from .masks import MODES, Rung, rung, set_attention_mask, set_positions
 from .model import SetLLM, require_fit
 from .order import OrderQuestion, OrderSensitivity, order_sensitivity, orders_of
 from .prompt import Set, SetEncoding, SetPrompt, apply_chat_template, encode, parse_set_markup

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from gnomon.core.errors import UsageError
 
-from .masks import SET_LLM, additive, rung, set_attention_mask
-from .model import attention_of
+from ..own_masks import additive, attention_of
+from .masks import SET_LLM, rung, set_attention_mask
 from .prompt import SetPrompt, encode, parse_set_markup
 
 IGNORED = -100

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from gnomon.core.errors import UsageError, unknown
@@ -134,12 +134,3 @@ def set_attention_mask(
         seen = seen & real[:, :, None] & real[:, None]
         seen |= torch.eye(length, dtype=torch.bool, device=sets.device) & ~real[:, :, None]
     return seen[:, None]
-
-
-def additive(seen: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
-    """The mask as what eager attention adds to its scores: 0, and the dtype's least number where nothing may be seen.
-
-    Eager attention takes a boolean mask for 0 and 1, adds that, and masks nothing.
-    """
-    zero = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return zero.masked_fill(~seen, torch.finfo(dtype).min)

@@ -18,12 +18,10 @@ from gnomon.core.errors import UsageError
 from gnomon.core.layers import unwrap
 from gnomon.core.scoring import evaluating
 
-from .masks import SET_LLM, additive, rung, set_attention_mask
+from ..own_masks import as_given, require_own_masks
+from .masks import SET_LLM, rung, set_attention_mask
 from .order import OrderQuestion
 from .prompt import SetEncoding, SetPrompt, encode
-
-ATTENTION = ("sdpa", "eager")
-"""Implementations that take any mask of four dimensions. Flash attention has none; flex attention has its own kind."""
 
 
 class SetLLM:
@@ -261,50 +259,24 @@ class SetLLM:
             handle.remove()
 
 
-def as_given(seen: Bool[Tensor, "..."], model: nn.Module) -> Tensor:
-    """A mask as the model's attention takes it: boolean for sdpa, additive for eager."""
-    if attention_of(model) == "eager":
-        return additive(seen, next(p.dtype for p in model.parameters() if p.is_floating_point()))
-    return seen
-
-
-def attention_of(model: nn.Module) -> str:
-    """Name of the attention implementation that the model runs."""
-    return str(getattr(unwrap(model).config, "_attn_implementation", "eager"))
-
-
 def require_fit(model: nn.Module, *, positions: str = "set") -> None:
     """Refuse models whose attention takes no such mask, or whose positions aren't rotary.
 
     Raises:
         UsageError: with the reason.
     """
+    config = require_own_masks(
+        model,
+        windows="which look at a token's place in the sequence, so the order of elements shows",
+        states="which read tokens in their order",
+    )
     root = unwrap(model)
-    config: Any = getattr(root, "config", None)
-    name = type(root).__name__
-    if config is None or not hasattr(root, "generate"):
-        raise UsageError(f"{name} is no language model of Transformers.")
-    config = config.get_text_config(decoder=True)
-    if (kind := attention_of(root)) not in ATTENTION:
-        raise UsageError(
-            f"{name} runs {kind}, which takes no mask of four dimensions. Load it with attn_implementation='sdpa'."
-        )
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window or kinds - {"full_attention"}:
-        what = ", ".join(sorted(kinds - {"full_attention"})) or f"a window of {window} tokens"
-        raise UsageError(
-            f"{name} has layers with {what}: they look at a token's place in the sequence, so the order of elements "
-            "shows. Use a model with full attention in all layers."
-        )
-    modules = list(root.modules())
-    if any("mamba" in type(m).__name__.lower() or "ssm" in type(m).__name__.lower() for m in modules):
-        raise UsageError(f"{name} has state-space layers, which read tokens in their order.")
-    if getattr(config, "alibi", False) or any("alibi" in type(m).__name__.lower() for m in modules):
+    name, modules = type(root).__name__, [type(module).__name__.lower() for module in root.modules()]
+    if getattr(config, "alibi", False) or any("alibi" in module for module in modules):
         raise UsageError(
             f"{name} weighs tokens by their distance in the sequence (ALiBi), so their order shows."
         )
-    if not any("rotary" in type(m).__name__.lower() for m in modules):
+    if not any("rotary" in module for module in modules):
         raise UsageError(
             f"{name} has no rotary positions, which positions={positions!r} are for. Use a model with RoPE: Llama, "
             "Qwen, OLMo, Phi."
