@@ -190,7 +190,6 @@ def refused(model: Path, tmp_path: Path, message: str, *, read: bool = False, **
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "Nothing says how much to remove"),
         ({"sparsity": 0}, r"sparsity=0.0 must lie in \(0, 1\)"),
         ({"sparsity": "60"}, "not a percentage"),
         ({"sparsity": 0.5, "pruner": "wand"}, "Did you mean 'wanda'"),
@@ -244,3 +243,7 @@ def test_a_failure_half_way_leaves_nothing(plain: Path, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(applying, "write_config", broken)
     refused(plain, tmp_path, "on fire", read=True, sparsity=0.5, **TEXT)
+
+
+def test_without_a_share_half_is_removed() -> None:
+    assert LuaSettings().share == 0.5 and LuaSettings(pruner="wanda", pattern="1:4").share == 0.75

@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 LUA = "lua"
 NAMES = (LUA, *PRUNERS)
 IMPORTANCE = ("wanda", "magnitude")
+HALF = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class LuaSettings:
     """How a model is pruned. The defaults of Lua are the paper's, but for its text."""
 
     sparsity: float | None = None
-    """Share of the weights in the decoder's linear layers that ends up as zero; a pattern says it by itself."""
+    """Share of the weights in the decoder's linear layers that ends up as zero; None: a pattern's own, else half."""
     pruner: str = LUA
     """lua takes the learnt masks; magnitude, wanda, sparsegpt and maskllm prune to the shares of an allocation."""
     allocation: str = ""
@@ -117,8 +118,6 @@ class LuaSettings:
                 raise UsageError(
                     f"pattern={self.pattern} removes {share:g}, but sparsity={self.sparsity}. Leave one out."
                 )
-        elif self.sparsity is None:
-            raise UsageError("Nothing says how much to remove. Give sparsity=0.6, or a pattern and a pruner.")
         if self.pruner == "maskllm" and not self.pattern:
             raise UsageError("pruner=maskllm learns N:M masks. Give a pattern, such as 2:4.")
         if self.pruner == LUA and self.learns_or != LUA:
@@ -148,7 +147,9 @@ class LuaSettings:
     @property
     def share(self) -> float:
         """p."""
-        return Pattern.parse(self.pattern).sparsity if self.pattern else cast(float, self.sparsity)
+        if self.pattern:
+            return Pattern.parse(self.pattern).sparsity
+        return HALF if self.sparsity is None else self.sparsity
 
     @property
     def reads_text(self) -> bool:
@@ -272,7 +273,7 @@ def _pruned(model: nn.Module, checkpoint: Checkpoint, settings: LuaSettings) -> 
         axis = "column" if settings.pruner == "sparsegpt" and not settings.pattern else None
         allocation = alloc.allocation("matrix" if settings.pattern else axis)
         alloc.unparametrize()
-    sparsity = None if settings.pattern else settings.sparsity
+    sparsity = None if settings.pattern else settings.share
     report = prune(
         model,
         settings.pruner,

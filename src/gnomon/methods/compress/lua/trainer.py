@@ -5,17 +5,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
+
+from transformers import Trainer, TrainerCallback
 
 from gnomon.core.errors import MissingExtra, UsageError
 
 from .allocator import LuaAllocator
-
-try:
-    import accelerate  # noqa: F401  # Trainer needs it, and says so only when it is built
-    from transformers import Trainer, TrainerCallback
-except ImportError:
-    raise MissingExtra("accelerate", "train", "Training with Transformers' Trainer") from None
 
 
 def progress(alloc: LuaAllocator) -> dict[str, float]:
@@ -54,6 +51,8 @@ class LuaTrainer(Trainer):  # type: ignore[misc]
                 f"LuaTrainer trains the thresholds of a LuaAllocator, but got a {type(alloc).__name__}. Pass the "
                 "allocator, which holds the model."
             )
+        if find_spec("accelerate") is None:  # Trainer says so only when half of it is built
+            raise MissingExtra("accelerate", "train", "Training with Transformers' Trainer")
         self.alloc = alloc.parametrize()
         super().__init__(alloc, *args, **settings)
 
