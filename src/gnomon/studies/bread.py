@@ -155,6 +155,7 @@ class BREADStudy(StudyConfig):
             "points": 20,
             "switch_every": 10,
             "real_model": "smollm2-135m",
+            "real_rates": (0.00005, 0.0002, 0.001),
         },
         "gpu": {
             "competitors": COMPETITORS,
