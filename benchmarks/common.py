@@ -24,7 +24,7 @@ import gnomon
 from gnomon.core.files import write_atomic
 from gnomon.core.stats import Estimate, median_ratio
 from gnomon.core.timing import Contender, Spread, copies_for, interleaved, last_level_cache, spread
-from gnomon.kernels import chosen
+from gnomon.kernels import chosen, native
 from gnomon.lab.provenance import processor
 
 MEMORY_SHARE = 0.7
@@ -250,6 +250,34 @@ def run(measure: Callable[[Report, argparse.Namespace], None], options: argparse
     finally:
         report.write(options.json)
     return 0
+
+
+def command(
+    doc: str | None,
+    measure: Callable[[Report, argparse.Namespace], None],
+    arguments: Sequence[str] | None,
+    *,
+    what: str,
+    parse: Callable[[str], list[Any]],
+    metavar: str,
+    default: str,
+    quick: str,
+) -> int:
+    """A benchmark of compiled kernels over several shapes: its command line, and the exit status.
+
+    Args:
+        what: the option that names them, such as "shapes"; `parse` reads it, and `default` and `quick` are its values.
+    """
+    parser = parser_of(doc, threads=[1, 2], repeats=15)
+    parser.add_argument(f"--{what}", type=parse, metavar=metavar, help=f"default: {default}")
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: at least 1")
+    setattr(options, what, getattr(options, what) or parse(quick if options.quick else default))
+    if native.problem():
+        print(f"Nothing was timed: {native.problem()}")
+        return 0
+    return run(measure, options)
 
 
 # ------------------------------------------------------------------------------------------- the machine

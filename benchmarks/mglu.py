@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from common import Copies, Report, Work, counted, parser_of, ratio, run, second_level_cache
+from common import Copies, Report, Work, command, counted, ratio, second_level_cache
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -347,16 +347,10 @@ def shapes(text: str) -> list[tuple[int, int]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
-    parser = parser_of(__doc__, threads=[1, 2], repeats=15)
-    parser.add_argument("--shapes", type=shapes, metavar="DxH,…", help=f"default: {SHAPES}")
-    options = parser.parse_args(arguments)
-    if options.repeats < 1:
-        parser.error(f"--repeats {options.repeats}: at least 1")
-    options.shapes = options.shapes or shapes(QUICK_SHAPES if options.quick else SHAPES)
-    if native.problem():
-        print(f"Nothing was timed: {native.problem()}")
-        return 0
-    return run(measure, options)
+    return command(
+        __doc__, measure, arguments,
+        what="shapes", parse=shapes, metavar="DxH,…", default=SHAPES, quick=QUICK_SHAPES,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -17,13 +17,12 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from common import Report, parser_of, run
+from common import Report, command
 from nf12_bulk import bulk
 from nf12_matrices import Operands, Shape, check
 from nf12_products import products
 
 from gnomon.core.timing import threads_set
-from gnomon.kernels import native
 
 SHAPES = "16384x8192,49152x576:0.01"
 """The card's matrix, and SmolLM2's vocabulary with the share of exact zeros that its embedding has."""
@@ -66,16 +65,10 @@ def shapes(text: str) -> list[Shape]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
-    parser = parser_of(__doc__, threads=[1, 2], repeats=15)
-    parser.add_argument("--shapes", type=shapes, metavar="NxK:ZEROS,…", help=f"default: {SHAPES}")
-    options = parser.parse_args(arguments)
-    if options.repeats < 1:
-        parser.error(f"--repeats {options.repeats}: at least 1")
-    options.shapes = options.shapes or shapes(QUICK_SHAPES if options.quick else SHAPES)
-    if native.problem():
-        print(f"Nothing was timed: {native.problem()}")
-        return 0
-    return run(measure, options)
+    return command(
+        __doc__, measure, arguments,
+        what="shapes", parse=shapes, metavar="NxK:ZEROS,…", default=SHAPES, quick=QUICK_SHAPES,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

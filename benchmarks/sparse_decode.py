@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from common import Copies, Report, Work, parser_of, ratio, run
+from common import Copies, Report, Work, command, ratio
 from torch import Tensor
 from torch.nn import functional as F
 
 from gnomon.core.timing import threads_set
-from gnomon.kernels import memory, native
+from gnomon.kernels import memory
 from gnomon.kernels.sparse_decode import dense_decode, reference, sparse_decode
 
 LENGTHS = "1024,8192,65536"
@@ -168,16 +168,10 @@ def lengths(text: str) -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
-    parser = parser_of(__doc__, threads=[1, 2], repeats=15)
-    parser.add_argument("--lengths", type=lengths, metavar="L,…", help=f"default: {LENGTHS}")
-    options = parser.parse_args(arguments)
-    if options.repeats < 1:
-        parser.error(f"--repeats {options.repeats}: at least 1")
-    options.lengths = options.lengths or lengths(QUICK_LENGTHS if options.quick else LENGTHS)
-    if native.problem():
-        print(f"Nothing was timed: {native.problem()}")
-        return 0
-    return run(measure, options)
+    return command(
+        __doc__, measure, arguments,
+        what="lengths", parse=lengths, metavar="L,…", default=LENGTHS, quick=QUICK_LENGTHS,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

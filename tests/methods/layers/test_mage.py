@@ -665,3 +665,9 @@ def test_losses_along_a_trajectory(model):
         trajectory_nll(model, ids[:, :4], cfg, None, order)
     with pytest.raises(UsageError, match="no policy"):
         observe(model, ids, cfg, {}, force=True)
+
+
+@pytest.mark.parametrize("policy", [Window(4), Random(4)], ids=["window", "random"])
+def test_policies_that_look_at_no_queries_say_so(policy: Window | Random) -> None:
+    with pytest.raises(UsageError, match="doesn't look at queries"):
+        policy.per_query(QUERIES, KEYS, state_of(BLOCK_KEYS))

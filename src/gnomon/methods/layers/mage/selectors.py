@@ -43,8 +43,14 @@ class Selector:
     commit: str
 
     def per_query(self, q: Tensor, k_prefix: Tensor, state: BlockState) -> Float[Tensor, "R H B n"]:
-        """Importance of each token (or tile of tokens) to each query of the block, mean over a group's heads."""
-        raise NotImplementedError
+        """Importance of each token (or tile of tokens) to each query of the block, mean over a group's heads.
+
+        Raises:
+            UsageError: the policy doesn't look at queries (`estimates` is False), so it has none.
+        """
+        raise UsageError(
+            f"{type(self).__name__} doesn't look at queries: its sets are the same for all of them."
+        )
 
     def shared(self, q: Tensor, k_prefix: Tensor, state: BlockState) -> Float[Tensor, "R H n"]:
         """The same for the block: the mean over its queries that count."""
