@@ -165,6 +165,7 @@ class LuaStudy(StudyConfig):
             "lua_steps": 150,
             "patterns": ("2:4",),
             "real_model": "smollm2-135m",
+            "real_pairs_at": (0.6, 0.7),
             "real_extra": (0.8,),
         },
         "gpu": {
