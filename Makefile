@@ -87,7 +87,7 @@ bench-peers: setup
 	$(BIN)/python benchmarks/pruning_peers.py --peer $(abspath $(PEERS))/bin/python --json benchmarks/pruning_peers.jsonl
 
 readme: setup
-	$(BIN)/python tools/readme.py
+	$(BIN)/python tools/tables.py
 
 board: setup
 	$(BIN)/gnomon board --out site
