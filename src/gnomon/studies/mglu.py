@@ -109,6 +109,7 @@ class MGLUStudy(PretrainingStudy):
             "seeds": (0, 1, 2, 3, 4),
             "tuning_seeds": (1000, 1001),
             "competitors": tuple(FORMS),
+            "rates": (0.0015, 0.003, 0.006, 0.012),
             "steps": 400,
             "points": 20,
             "shapes": ("8192x2048", "14336x4096"),
