@@ -83,7 +83,10 @@ class InspectChat:
     async def _all(self, requests: list[ChatRequest]) -> list[ChatReply]:
         from inspect_ai.util import collect
 
-        found: list[ChatReply] = await collect(*(self._one(request) for request in requests))
+        try:
+            found: list[ChatReply] = await collect(*(self._one(request) for request in requests))
+        except ExceptionGroup as several:  # engines expect what a single call raises
+            raise several.exceptions[0] from None
         return found
 
     async def _one(self, request: ChatRequest) -> ChatReply:
