@@ -34,7 +34,7 @@ for name, capability, dtype, flag in (
     ("gather", 80, "bf16", False), ("gather", 90, "bf16", True), ("combine", 90, "bf16", True),
 ):
     function = getattr(kernels, name)
-    sizes = {"R": 16, "N": 64 if dtype == "bf16" else 32, "D": 128, "S": 8, "MASKED": flag, "KEEP": flag}
+    sizes = {"R": 16, "N": 64 if dtype == "bf16" else 32, "D": 128, "S": 8, "MASKED": flag, "KEEP": flag, "WIDE": False}
     fixed = {key: value for key, value in sizes.items() if key in function.arg_names}
     known = FLOATS | OTHERS | dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}")
     types = {key: known.get(key, "i64" if key[1:2] == "_" else "i32") for key in function.arg_names}

@@ -129,7 +129,7 @@ def test_a_model_that_takes_the_first_option(file: Path, tmp_path: Path) -> None
     assert found["flips"] == pytest.approx((2 / 3 + 1 / 2) / 2)
     assert found["first_place"] == pytest.approx((3 + 2) / 2)
     assert (found["adversarial"], found["unanswered"]) == (0, 0)
-    assert log.eval.task == "gnomon/set_order" and log.stats.model_usage[
+    assert log.eval.task_registry_name == "gnomon/set_order" and log.stats.model_usage[
         "mockllm/model"
     ].input_tokens == 3 * (6 + 2)
     assert [len(sample.store["replies"]) for sample in log.samples] == [6, 2]  # all orders, each kept

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gnomon.kernels.launch import require, why_not
+from gnomon.kernels.launch import interpreted, require, why_not
 
 from .reference import bucket_count, keep
 
@@ -56,7 +56,7 @@ def sparse_decode(
     kernels.winners[(batch * k.shape[1], tiles, runs)](
         q, k, q if seen is None else seen, best, position,
         heads, heads // k.shape[1], length, width, buckets, runs, a_run, scale, *k.stride()[:3],
-        R=_power(heads // k.shape[1]), MASKED=seen is not None, **sizes,
+        R=_power(heads // k.shape[1]), MASKED=seen is not None, WIDE=interpreted(), **sizes,
     )  # fmt: skip
     kept = torch.empty(batch, heads, n, dtype=torch.long, device=q.device)
     parts = _parts(q, math.ceil(n / sizes["N"]))
@@ -112,7 +112,7 @@ def dense_decode(
         q, k, v, q if seen is None else seen, *parts,
         heads, heads // k.shape[1], k.shape[2], width, parts[0].shape[-1], a_share, scale,
         *k.stride()[:3], *v.stride()[:3],
-        R=_power(heads // k.shape[1]), N=_tile(q), D=_power(width), MASKED=seen is not None,
+        R=_power(heads // k.shape[1]), N=_tile(q), D=_power(width), MASKED=seen is not None, WIDE=interpreted(),
     )  # fmt: skip
     return _combined(q, parts)
 

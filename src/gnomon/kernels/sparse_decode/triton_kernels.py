@@ -9,7 +9,8 @@
     combine   program (b, query head): adds the shares' weighted values up, each scaled by its own largest score
 
 Shares and runs are stored apart and added in order: no atomics, so equal runs give equal bits. Sums are float32.
-Keys and values that aren't visible, and values that aren't kept, are never read.
+Keys and values that aren't visible, and values that aren't kept, are never read. WIDE multiplies in float32, which
+changes no product of keys: for Triton's interpreter, whose tl.dot takes bfloat16 for whole numbers.
 """
 
 from __future__ import annotations
@@ -25,29 +26,34 @@ def beats(later, earlier):
 
 
 @triton.jit
-def tile(q, k, visible, at, live, dims, near, stride, scale, MASKED: tl.constexpr):
+def tile(
+    q, k, visible, at, live, dims, near, stride, scale, MASKED: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
     """Scores (R, N) of the queries q (R, D) with the keys at these positions, -inf where nothing is to be seen."""
     if MASKED:
         live = live & (tl.load(visible + at, mask=live, other=0) != 0)
     place = k + at.to(tl.int64)[:, None] * stride + dims[None, :]
     keys = tl.load(place, mask=live[:, None] & near[None, :], other=0.0)  # (N, D)
+    if WIDE:
+        keys = keys.to(tl.float32)
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
     return tl.where(live[None, :], scores, float("-inf"))
 
 
 @triton.jit
-def queries(q, first, rows, d, dims, near, R: tl.constexpr):
+def queries(q, first, rows, d, dims, near, R: tl.constexpr, WIDE: tl.constexpr):
     """The group's query rows, padded to R."""
     row = tl.arange(0, R)
     place = q + (first + row).to(tl.int64)[:, None] * d + dims[None, :]
-    return tl.load(place, mask=(row < rows)[:, None] & near[None, :], other=0.0)
+    found = tl.load(place, mask=(row < rows)[:, None] & near[None, :], other=0.0)
+    return found.to(tl.float32) if WIDE else found
 
 
 @triton.jit
 def winners(
     q, k, visible, best, position,
     heads, group, length, d, buckets, runs, rows_a_run, scale, k_batch, k_head, k_row,
-    R: tl.constexpr, N: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
+    R: tl.constexpr, N: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """best, position (B, Hq, runs, buckets) of each run of rows; a row is `buckets` neighbouring positions."""
     own = tl.program_id(0).to(tl.int64)  # b * Hk + key head
@@ -58,7 +64,7 @@ def winners(
     dims = tl.arange(0, D)
     near = dims < d
     first = b * heads + head * group
-    asked = queries(q, first, group, d, dims, near, R)
+    asked = queries(q, first, group, d, dims, near, R, WIDE)
     keys = k + b * k_batch + head * k_head
     top = tl.full([R, N], float("-inf"), tl.float32)
     where = tl.full([R, N], -1, tl.int32)
@@ -66,7 +72,7 @@ def winners(
     for row in range(run * rows_a_run, last):
         at = row * buckets + bucket
         live = (bucket < buckets) & (at < length)
-        scores = tile(asked, keys, visible + b * length, at, live, dims, near, k_row, scale, MASKED)
+        scores = tile(asked, keys, visible + b * length, at, live, dims, near, k_row, scale, MASKED, WIDE)
         wins = beats(scores, top)
         top = tl.where(wins, scores, top)
         where = tl.where(wins, at[None, :], where)
@@ -124,7 +130,7 @@ def gather(
 def dense(
     q, k, v, visible, top, sums, weighted,
     heads, group, length, d, shares, tiles_a_share, scale, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    R: tl.constexpr, N: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
+    R: tl.constexpr, N: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A share's largest score, sum and weighted values for all query heads of a key head, from one pass over both."""
     own = tl.program_id(0).to(tl.int64)
@@ -134,7 +140,7 @@ def dense(
     dims = tl.arange(0, D)
     near = dims < d
     first = b * heads + head * group
-    asked = queries(q, first, group, d, dims, near, R)
+    asked = queries(q, first, group, d, dims, near, R, WIDE)
     keys = k + b * k_batch + head * k_head
     rows = v + b * v_batch + head * v_head
     largest = tl.full([R], float("-inf"), tl.float32)
@@ -144,7 +150,7 @@ def dense(
     for step in range(share * tiles_a_share, last):
         at = step * N + tl.arange(0, N)
         live = at < length
-        scores = tile(asked, keys, visible + b * length, at, live, dims, near, k_row, scale, MASKED)
+        scores = tile(asked, keys, visible + b * length, at, live, dims, near, k_row, scale, MASKED, WIDE)
         after = tl.maximum(largest, tl.max(scores, 1))
         base = tl.where(after > float("-inf"), after, 0.0)
         p = tl.exp(scores - base[:, None])  # (R, N)
@@ -153,6 +159,8 @@ def dense(
             live = live & (tl.load(visible + b * length + at, mask=live, other=0) != 0)
         place = rows + at.to(tl.int64)[:, None] * v_row + dims[None, :]
         values = tl.load(place, mask=live[:, None] & near[None, :], other=0.0)
+        if WIDE:
+            values = values.to(tl.float32)
         acc = acc * shrink[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)
         largest = after
