@@ -37,6 +37,8 @@ from inspect_ai.model import (  # noqa: E402
 )
 from inspect_ai.tool import ToolCall as InspectToolCall  # noqa: E402
 
+from gnomon.plugins.inspect.order_task import parts  # noqa: E402
+
 SEARCH = Tool(name="search", description="looks it up")
 
 
@@ -133,6 +135,12 @@ def test_a_model_that_takes_the_first_option(file: Path, tmp_path: Path) -> None
         "mockllm/model"
     ].input_tokens == 3 * (6 + 2)
     assert [len(sample.store["replies"]) for sample in log.samples] == [6, 2]  # all orders, each kept
+    _, order_sensitivity = parts()
+    again = inspect_ai.score(log, order_sensitivity(answer="text"), action="overwrite", display="none")
+    assert metrics(again) == found  # from the log alone
+    del log.samples[1].store["replies"]  # as of a sample that a limit ended: left out, not wrong
+    again = inspect_ai.score(log, order_sensitivity(answer="text"), action="overwrite", display="none")
+    assert metrics(again)["flips"] == pytest.approx(2 / 3)
 
 
 def test_a_model_that_knows_and_one_that_says_nothing(file: Path, tmp_path: Path) -> None:
@@ -174,6 +182,8 @@ def test_likelihoods_need_gnomons_provider(file: Path, tmp_path: Path) -> None:
     assert log.status == "error" and "needs a model of Gnomon's provider" in log.error.message
     with pytest.raises(UsageError, match="answer='letter' must be"):
         plugin.set_order(answer="letter")
+    with pytest.raises(UsageError, match="count=0 would ask nothing"):
+        plugin.set_order(count=0)
     with pytest.raises(UsageError, match=r"There is no \.jsonl file"):
         plugin.set_order(data="absent.jsonl")
 

@@ -18,7 +18,8 @@ Replies lie in the sample's store, so that a log can be scored again without its
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +65,10 @@ def set_order(
     from inspect_ai.dataset import MemoryDataset, Sample
 
     asking = Asking(answer=answer, seed=seed)  # type: ignore[arg-type]
+    if count is not None and count < 1:
+        raise UsageError(f"count={count} would ask nothing. Use 1 or more.")
     asked = questions(data, "test", count or 24) if data == GENERATED else read(data)[:count]
+    solve, score = parts()
     samples = []
     for number, question in enumerate(asked):
         orders = orders_of(len(question.options), permutations, seed)
@@ -79,8 +83,8 @@ def set_order(
         )
     return Task(
         dataset=MemoryDataset(samples, name=data, shuffled=False),
-        solver=_in_all_orders(asking),
-        scorer=_sensitivity(asking),
+        solver=solve(answer=answer, seed=seed),
+        scorer=score(answer=answer),
         name="set_order",
         version=VERSION,
     )
@@ -91,66 +95,71 @@ def _question(metadata: dict[str, Any]) -> tuple[OrderQuestion, Sequence[Sequenc
     return OrderQuestion(**{**fields, "options": tuple(fields["options"])}), metadata[ORDERS]
 
 
-def _in_all_orders(asking: Asking) -> Solver:
+@functools.cache
+def parts() -> tuple[Callable[..., Solver], Callable[..., Scorer]]:
+    """Solver and scorer, registered under their names, so that Inspect can make them again from a log."""
+    from inspect_ai.scorer import mean, scorer, stderr
     from inspect_ai.solver import solver
 
-    @solver(name="in_all_orders")  # type: ignore[untyped-decorator]
-    def in_all_orders() -> Solver:
-        async def solve(state: TaskState, generate: Generate) -> TaskState:
-            import anyio
-            from inspect_ai.model import ModelOutput, get_model
+    graded = scorer(metrics={"*": [mean(), stderr()]}, name="order_sensitivity")
+    return solver(name="in_all_orders")(in_all_orders), graded(order_sensitivity)
 
-            model = get_model()
-            own = getattr(model.api, "chat", None)
-            if asking.answer == "likelihood" and own is None:
-                raise UsageError(
-                    f"answer='likelihood' needs a model of Gnomon's provider (gnomon/…), which {model} isn't. Use "
-                    "answer='text'."
-                )
-            how = dataclasses.replace(asking, markup=isinstance(own, SetChat))
-            question, orders = _question(state.metadata)
-            chat = InspectChat(model)
-            replies = await anyio.to_thread.run_sync(chat.generate, how.requests(question, orders))
-            state.store.set(
-                REPLIES, [{"text": reply.text, "logprobs": reply.choice_logprobs} for reply in replies]
+
+def in_all_orders(answer: str = "text", seed: int = 0) -> Solver:
+    """Asks a sample's question in all its orders at once, and stores the replies."""
+    asking = Asking(answer=answer, seed=seed)  # type: ignore[arg-type]
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        import anyio
+        from inspect_ai.model import ModelOutput, get_model
+
+        model = get_model()
+        own = getattr(model.api, "chat", None)
+        if asking.answer == "likelihood" and own is None:
+            raise UsageError(
+                f"answer='likelihood' needs a model of Gnomon's provider (gnomon/…), which {model} isn't. Use "
+                "answer='text'."
             )
-            state.output = ModelOutput.from_content(model=str(model), content=replies[0].text)
-            return state
+        how = dataclasses.replace(asking, markup=isinstance(own, SetChat))
+        question, orders = _question(state.metadata)
+        chat = InspectChat(model)
+        replies = await anyio.to_thread.run_sync(chat.generate, how.requests(question, orders))
+        state.store.set(
+            REPLIES, [{"text": reply.text, "logprobs": reply.choice_logprobs} for reply in replies]
+        )
+        state.output = ModelOutput.from_content(model=str(model), content=replies[0].text)
+        return state
 
-        return solve
-
-    return in_all_orders()
+    return solve
 
 
-def _sensitivity(asking: Asking) -> Scorer:
-    from inspect_ai.scorer import Score, mean, scorer, stderr
+def order_sensitivity(answer: str = "text") -> Scorer:
+    """Grades the stored replies to one question."""
+    from inspect_ai.scorer import Score
 
-    @scorer(metrics={"*": [mean(), stderr()]}, name="order_sensitivity")  # type: ignore[untyped-decorator]
-    def order_sensitivity() -> Scorer:
-        async def score(state: TaskState, target: Target) -> Score:
-            question, orders = _question(state.metadata)
-            stored = state.store.get(REPLIES)
-            if stored is None:  # it ended before the model had answered
-                return Score.unscored(explanation="The sample ended before its replies came.")
-            replies = [
-                ChatReply(
-                    message=Message(role="assistant", content=one["text"]),
-                    model="",
-                    usage=Usage(),
-                    choice_logprobs=None if one["logprobs"] is None else tuple(one["logprobs"]),
-                )
-                for one in stored
-            ]
-            chosen = choices_of(question, orders, asking.scores(question, replies))
-            tie = torch.Generator().manual_seed(state.metadata["seed"])
-            values = judged(question, orders, chosen, tie)
-            named = ["none" if one is None else question.options[one].strip() for one in chosen]
-            return Score(
-                value={name.replace(" ", "_"): value for name, value in values.items()},
-                answer="; ".join(sorted(set(named))),
-                metadata={"chosen": chosen},
+    asking = Asking(answer=answer)  # type: ignore[arg-type]
+
+    async def score(state: TaskState, target: Target) -> Score:
+        question, orders = _question(state.metadata)
+        stored = state.store.get(REPLIES)
+        if stored is None:  # it ended before the model had answered
+            return Score.unscored(explanation="The sample ended before its replies came.")
+        replies = [
+            ChatReply(
+                message=Message(role="assistant", content=one["text"]),
+                model="",
+                usage=Usage(),
+                choice_logprobs=None if one["logprobs"] is None else tuple(one["logprobs"]),
             )
+            for one in stored
+        ]
+        chosen = choices_of(question, orders, asking.scores(question, replies))
+        values = judged(question, orders, chosen, torch.Generator().manual_seed(state.metadata["seed"]))
+        named = ["none" if one is None else question.options[one].strip() for one in chosen]
+        return Score(
+            value={name.replace(" ", "_"): value for name, value in values.items()},
+            answer="; ".join(sorted(set(named))),
+            metadata={"chosen": chosen},
+        )
 
-        return score
-
-    return order_sensitivity()
+    return score

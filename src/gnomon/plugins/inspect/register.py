@@ -17,6 +17,7 @@ def registered() -> dict[str, Callable[..., Any]]:
     from inspect_ai.model import modelapi
 
     modelapi(name="gnomon")(provider)
+    order_task.parts()
     return {"set_order": task(order_task.set_order)}
 
 
