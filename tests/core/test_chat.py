@@ -274,6 +274,14 @@ def test_tools_are_told_and_calls_are_read(local: LocalChat, monkeypatch: Any) -
     assert reply.text == "I look.<tool_call>{broken}</tool_call>" and reply.stop == "tool_calls"
 
 
+def test_a_template_may_refuse(local: LocalChat, monkeypatch: Any) -> None:
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}x"
+    monkeypatch.setattr(local.tokenizer, "chat_template", strict)
+    assert bytes(local.prompt(ask("x"))).decode() == "x"
+    with pytest.raises(UsageError, match="chat template of tiny refuses the conversation: no system message"):
+        local.generate([ask("x", system="s")])
+
+
 def test_what_does_not_fit_is_refused_before_any_work(local: LocalChat, monkeypatch: Any) -> None:
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("the model was run")

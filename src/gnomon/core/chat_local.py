@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import nn
 
 from .chat import ChatReply, ChatRequest, Message, StopReason, TokenLogprob, Tool, ToolCall, Usage
@@ -67,7 +68,7 @@ class LocalChat:
         """Token ids of a request's conversation, up to where the reply begins.
 
         Raises:
-            UsageError: tools without a template that writes them down.
+            UsageError: tools without a template that writes them down; a conversation that the template refuses.
         """
         template = getattr(self.tokenizer, "chat_template", None)
         if request.tools and "tools" not in str(template or ""):
@@ -78,12 +79,17 @@ class LocalChat:
         if not template:
             lines = [f"{message.role}: {message.content}\n" for message in request.messages]
             return list(self.tokenizer("".join(lines) + "assistant:", verbose=False)["input_ids"])
-        text = self.tokenizer.apply_chat_template(
-            [_plain(message) for message in request.messages],
-            tools=[_schema(tool) for tool in request.tools] or None,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [_plain(message) for message in request.messages],
+                tools=[_schema(tool) for tool in request.tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except TemplateError as error:  # no system message, roles that must alternate, …
+            raise UsageError(
+                f"The chat template of {self.name} refuses the conversation: {error}. Write it in another way."
+            ) from None
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _choices(self, request: ChatRequest) -> list[list[int]]:
