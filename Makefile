@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= train,dev
+EXTRAS ?= train,agents,dev
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

@@ -213,7 +213,90 @@ def nf12_time(bench: Bench, n: int, k: int) -> None:
     )
 
 
-KERNELS: dict[str, Callable[[Bench], None]] = {"nf12": nf12}
+def sparse_decode(bench: Bench) -> None:
+    """A step of Atop-N decoding beside the matched dense one, with few key heads and with as many as value heads."""
+    sparse_check(bench)
+    if bench.tiny:
+        return
+    for length in (1024, 65536):
+        for key_heads in (8, 2, 1):
+            sparse_time(bench, length, key_heads)
+
+
+def _caches(key_heads: int, length: int, width: int, heads: int = 32) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(1, heads, width, generator=g).bfloat16()
+    return q, *(torch.randn(1, h, length, width, generator=g).bfloat16() for h in (key_heads, 8))
+
+
+def sparse_check(bench: Bench) -> None:
+    """Mass of what is kept, and values, against float64 of the same operands."""
+    from gnomon.kernels.sparse_decode import reference, triton
+
+    for length, width, key_heads, n, oversample in (
+        ((40, 16, 1, 8, 1), (70, 24, 8, 16, 2))
+        if bench.tiny
+        else ((4096, 128, 1, 512, 1), (5000, 128, 8, 64, 4), (333, 80, 2, 64, 1))
+    ):
+        q, k, v = _caches(key_heads, length, width)
+        visible = torch.arange(length)[None] % 7 != 3
+        on_device = [t.to(bench.device) for t in (q, k, v, visible)]
+        out, kept = triton.sparse_decode(*on_device[:3], n, oversample, width**-0.5, on_device[3])
+        scores = reference.scores(q.double(), k.double(), width**-0.5, visible)
+        exact = reference.attend(scores, kept.cpu(), v.double())  # of what it kept
+        what = f"sparse decode {length} x {width}, {key_heads} key heads, n = {n}, c = {oversample}"
+        error = float((out.cpu().double() - exact).norm() / exact.norm())
+        bound = 1e-2 if bench.tiny else 5e-3  # the interpreter cuts bfloat16 off
+        bench.check(f"{what}: error under {bound:g}", error < bound, f"{error:.1e}")
+        best = reference.decode(q.double(), k.double(), v.double(), n, oversample, width**-0.5, visible)[1]
+        mass, most = (scores.softmax(-1).gather(-1, at.clamp(min=0)).sum(-1) for at in (kept.cpu(), best))
+        short = float((most - mass).max())
+        bench.check(f"{what}: keeps the mass of the best", short < 1e-5, f"{short:.1e}")
+        if key_heads == v.shape[1]:
+            dense = triton.dense_decode(*on_device[:3], width**-0.5, on_device[3])
+            exact = (scores.softmax(-1)[:, :, None] @ v.double().repeat_interleave(4, 1))[:, :, 0]
+            error = float((dense.cpu().double() - exact).norm() / exact.norm())
+            bench.check(f"{what}, dense: error under {bound:g}", error < bound, f"{error:.1e}")
+
+
+def sparse_time(bench: Bench, length: int, key_heads: int, n: int = 512, width: int = 128) -> None:
+    """Sparse decoding of one cache, the matched dense kernel on eight key heads, and torch's attention."""
+    from gnomon.kernels.sparse_decode import triton
+
+    size = length * width * 2
+    copies = bench.copies(size * (key_heads + 8))
+    if not bench.fits(copies * size * 24):
+        bench.leave_out(
+            f"sparse decode {length}, {key_heads} key heads", "the device has too little memory free"
+        )
+        return
+    sets = [[t.to(bench.device) for t in _caches(key_heads, length, width)] for _ in range(copies)]
+    whole = [[t.to(bench.device) for t in _caches(8, length, width)] for _ in range(copies)]
+    scale = width**-0.5
+    attention = partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+    bench.time_on_device(
+        f"sparse decode, {length} positions, {key_heads} key heads",
+        [
+            Work(
+                name="sparse",
+                calls=[partial(triton.sparse_decode, *one, n, 1, scale, None) for one in sets],
+                bytes=size * key_heads + 32 * n * width * 2,
+            ),
+            Work(
+                name="dense, matched",
+                calls=[partial(triton.dense_decode, *one, scale, None) for one in whole],
+                bytes=size * 16,
+            ),
+            Work(
+                name="torch's attention",
+                calls=[partial(attention, q[:, :, None], k, v) for q, k, v in whole],
+                bytes=size * 16,
+            ),
+        ],
+    )
+
+
+KERNELS: dict[str, Callable[[Bench], None]] = {"nf12": nf12, "sparse_decode": sparse_decode}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,8 +14,8 @@ from gnomon.core.seeding import seeded
 from gnomon.lab import Lab, StageContext
 from gnomon.lab.records import frame, make_record
 from gnomon.methods.layers.set_llm import SetCollator
+from gnomon.methods.layers.set_llm.items import PARTS, WORDS, _words, questions, read
 from gnomon.studies.set_llm import MODES, SetLLMStudy
-from gnomon.studies.set_llm_items import PARTS, WORDS, _words, questions, read
 from gnomon.studies.set_llm_stages import QuestionBatches, adapted, sensitivity, trained_part
 
 TINY = "tiny:llama-10k"

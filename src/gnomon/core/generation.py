@@ -25,8 +25,9 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    generator: torch.Generator | int = 0,
+    generator: torch.Generator | int | Sequence[int] = 0,
     eos: int | Iterable[int] | None = None,
+    stopping: Any = None,
     batch_size: int = 8,
 ) -> list[list[int]]:
     """Continue prompts of token ids; returns the new tokens of each row, with the closing eos if it came.
@@ -38,12 +39,15 @@ def generate(
         temperature: 0 is greedy; otherwise logits are divided by it, then cut by `top_k`, then by `top_p`.
         top_k: keep the k likeliest tokens.
         top_p: keep the likeliest tokens whose mass reaches p.
-        generator: source of one seed per row, in order; an int seeds a fresh one. Unused when greedy.
+        generator: source of one seed per row, in order; an int seeds a fresh one, several are the rows' own seeds.
+            Unused when greedy.
         eos: tokens that end a row; None takes the model's own, () never stops early.
+        stopping: Transformers' stopping criteria, by which rows end, too. What follows the end of such a row in its
+            batch is padding, which the caller has to cut off.
         batch_size: rows per pass; changes no result beyond rounding.
 
     Raises:
-        UsageError: on an empty prompt or a setting out of range.
+        UsageError: on an empty prompt, a setting out of range, or another number of seeds than of prompts.
     """
     from transformers import GenerationConfig
 
@@ -57,8 +61,7 @@ def generate(
     )
     seeds: list[int] = []
     if temperature > 0:
-        source = torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator
-        seeds = torch.randint(2**62, (len(rows),), generator=source, device=source.device).tolist()
+        seeds = _seeds(generator, len(rows))
     device = next(model.parameters()).device
     own, was_training = model.generation_config, model.training
     # What a config leaves open, `generate` fills from the model's own one (repetition penalty, ...).
@@ -73,13 +76,28 @@ def generate(
             mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in group], device=device)
             steps = _sampling_steps(temperature, top_k, top_p, seeds[begin : begin + batch_size])
             out = model.generate(  # type: ignore[operator]
-                ids, attention_mask=mask, generation_config=config, logits_processor=steps
+                ids,
+                attention_mask=mask,
+                generation_config=config,
+                logits_processor=steps,
+                stopping_criteria=stopping,
             )
             new += [_until(row, stop) for row in out[:, width:].tolist()]
     finally:
         model.generation_config = own
         model.train(was_training)
     return new
+
+
+def _seeds(generator: torch.Generator | int | Sequence[int], count: int) -> list[int]:
+    """A seed for each row."""
+    if isinstance(generator, Sequence):
+        if len(generator) != count:
+            raise UsageError(f"{len(generator)} seeds were given for {count} prompts.")
+        return list(generator)
+    source = torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator
+    found: list[int] = torch.randint(2**62, (count,), generator=source, device=source.device).tolist()
+    return found
 
 
 def _sampling_steps(temperature: float, top_k: int | None, top_p: float | None, seeds: Sequence[int]) -> Any:

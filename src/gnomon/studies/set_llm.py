@@ -3,8 +3,8 @@
 Invariance is exact and needs no training: all orders of a few questions, for the six rungs of the ablation. What it is
 worth is asked of adapters that are trained on generated questions with equal steps, each at its best rate of one grid,
 and judged on questions whose words were never learnt. Rivals: the causal model, its vote over all orders, and the
-causal model with its options sorted. Stages are in `set_llm_stages`, questions in `set_llm_items`, figures in
-`set_llm_figures`.
+causal model with its options sorted. Stages are in `set_llm_stages`, figures in `set_llm_figures`, questions in
+`gnomon.methods.layers.set_llm.items`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from gnomon.core.errors import UsageError
 from gnomon.lab import Lab, StudyConfig
 from gnomon.lab.claims import AllOf, Count, Exact, HoldsOnly, NonInferior, Paired, Ratio, Tolerance
 from gnomon.lab.tune import tune
+from gnomon.methods.layers.set_llm.items import GENERATED, OPTIONS, questions
 from gnomon.studies.set_llm_figures import accuracies, learning, spreads
-from gnomon.studies.set_llm_items import GENERATED, OPTIONS, questions
 from gnomon.studies.set_llm_stages import (
     EXCHANGED,
     FIRST,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gnomon.core.errors import UsageError
 from gnomon.lab import Done, StageContext
-from gnomon.studies.set_llm_items import questions
+from gnomon.methods.layers.set_llm.items import questions
 
 if TYPE_CHECKING:
     import torch

@@ -106,6 +106,26 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo", "ol
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_come_out_of_a_converted_model(family: str) -> None:
+    """The truth are hooks on the layers. No class of these families was ever made by `__init__` before."""
+    whole = made(family)
+    bodies = (whole, replace_mlp(tiny_family(family).base_model, MGLUConfig(n_masks=2), generator=rng()))
+    for model in (*bodies, pickle.loads(pickle.dumps(whole))):
+        seen: list[Tensor] = []
+        hooks = [
+            layer.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out))
+            for layer in model.base_model.layers
+        ]
+        with torch.no_grad():
+            states = model(input_ids=IDS, output_hidden_states=True).hidden_states
+        for hook in hooks:
+            hook.remove()
+        assert len(states) == 1 + len(seen) == 4
+        assert all(torch.equal(a, b) for a, b in zip(states[1:-1], seen[:-1], strict=True))
+        assert torch.equal(states[-1], model.base_model.norm(seen[-1]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_gated_family(family: str, tmp_path: Path) -> None:
     plain = tiny_family(family)
     inner = plain.config.intermediate_size

@@ -132,6 +132,19 @@ def test_eager_and_sdpa_agree_and_weights_come_out() -> None:
         model.set_attn_implementation("flash_attention_2")
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_hidden_states_come_out_of_a_converted_model(family: str) -> None:
+    plain, same = tiny_family(family), SagaConfig(num_key_heads=2, num_value_heads=2, top_n=99)
+    made = [to_saga(model, same) for model in (plain, plain.base_model)]
+    made += [pickle.loads(pickle.dumps(model)) for model in made]  # never passed through __init__
+    with torch.no_grad():
+        truth = plain(input_ids=IDS, output_hidden_states=True).hidden_states
+        for model in made:
+            states = model(input_ids=IDS, output_hidden_states=True).hidden_states
+            assert len(states) == 4
+            torch.testing.assert_close(states, truth)
+
+
 @pytest.mark.parametrize("selector", ["strided", "quest", "shared_max", "window"])
 @pytest.mark.parametrize("static", [False, True])
 def test_cached_decoding_equals_the_full_pass(selector: str, static: bool) -> None:

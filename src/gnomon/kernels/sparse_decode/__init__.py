@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from ...core.errors import UsageError, unknown
-from .. import native
+from .. import launch, native
 from ..choosing import Choice, choose, remembered
 from ..tracing import is_plain, is_traced, is_transformed
-from . import cpu, reference
+from . import cpu, reference, triton
 
 __all__ = ["BACKENDS", "choice", "dense_decode", "sparse_decode"]
 
-BACKENDS = ("auto", "torch", *native.ISAS)
-"""`torch` is the reference; instruction sets of the compiled library can be named."""
+BACKENDS = ("auto", "torch", "triton", *native.ISAS)
+"""`torch` is the reference; Triton and the instruction sets of the compiled library can be named."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -41,7 +41,13 @@ def _choice(device: str, dtype: torch.dtype, backend: str) -> Choice:
         raise unknown("backend", backend, BACKENDS)
     name = {"torch": "reference"}.get(backend, backend)
     lacks = () if dtype in native.DTYPES else native.ISAS
-    return choose("sparse_decode", device, name, lambda: "it has no Triton kernel yet", lacks=lacks)
+
+    def no_triton() -> str | None:
+        if dtype not in triton.DTYPES:
+            return f"its Triton kernel has no code for {dtype}"
+        return launch.why_not(torch.device("cuda"))
+
+    return choose("sparse_decode", device, name, no_triton, lacks=lacks)
 
 
 def sparse_decode(
@@ -97,6 +103,8 @@ def _sparse(
     name = _choice(q.device.type, q.dtype, backend).name
     if name == "reference":
         return reference.decode(q, k, v, n, oversample, scale, visible)
+    if name == "triton":
+        return triton.sparse_decode(q, k, v, n, oversample, scale, visible)
     return cpu.sparse_decode(q, k, v, n, oversample, scale, visible, name)
 
 
@@ -149,6 +157,8 @@ def dense_decode(
     q, k, v = q.detach(), k.detach(), v.detach()
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     name = _choice(q.device.type, q.dtype, backend).name
+    if name == "triton":
+        return triton.dense_decode(q, k, v, scale, visible)
     if name != "reference":
         return cpu.dense_decode(q, k, v, scale, visible, name)
     found = reference.scores(q, k, scale, visible)

@@ -20,6 +20,7 @@ from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from gnomon.core.checkpoints import CONFIG, GNOMON_STEM, GNOMON_TYPE, read_object
 from gnomon.core.converting import BASE_TYPE, WEIGHTS, write_json
@@ -35,6 +36,7 @@ __all__ = [
     "base_config",
     "class_of_name",
     "of_dict",
+    "recording",
 ]
 
 SINGLE, INDEX = f"{GNOMON_STEM}.safetensors", f"{GNOMON_STEM}.safetensors.index.json"
@@ -148,6 +150,16 @@ def of_dict(
             "or its model is newer than the installed Transformers."
         )
     return config_class(CONFIG_MAPPING[base]).from_dict(config_dict, **kwargs)
+
+
+def recording(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class, entered where Transformers looks up which outputs (`output_hidden_states`, …) it can record.
+
+    Transformers enters a class when one of its models is made by `__init__`; a model that becomes one in place, or
+    comes out of a pickle, never passes there, and would return None for all of them.
+    """
+    _CAN_RECORD_REGISTRY[str(kind)] = kind._can_record_outputs
+    return kind
 
 
 class Used:

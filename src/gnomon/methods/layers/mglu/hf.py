@@ -116,7 +116,7 @@ class MGLUModelMixin(OwnModelMixin):
 def model_class(base: Any) -> type[PreTrainedModel]:
     """The class of MGLU models made from this one."""
     strict = {*(base._keep_in_fp32_modules_strict or ()), "mask_logits"}  # steps near 0 are lost in bfloat16
-    return type(
+    made = type(
         f"{PREFIX}{base.__name__}",
         (MGLUModelMixin, base),
         {
@@ -126,6 +126,7 @@ def model_class(base: Any) -> type[PreTrainedModel]:
             "_keep_in_fp32_modules_strict": strict,
         },
     )
+    return own_types.recording(made)
 
 
 _used = own_types.Used()

@@ -26,7 +26,6 @@ from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from gnomon.core.checkpoints import GNOMON_TYPE
 from gnomon.core.errors import GnomonError, UsageError
@@ -148,7 +147,7 @@ class SagaModelMixin(OwnModelMixin):
 @functools.cache
 def model_class(base: Any) -> type[PreTrainedModel]:
     """The class of SAGA models made from this one."""
-    return type(
+    made = type(
         f"{PREFIX}{base.__name__}",
         (SagaModelMixin, base),
         {
@@ -157,6 +156,7 @@ def model_class(base: Any) -> type[PreTrainedModel]:
             "config_class": config_class(base.config_class),
         },
     )
+    return own_types.recording(made)
 
 
 class SagaStaticLayer(StaticLayer):  # type: ignore[misc]
@@ -207,7 +207,6 @@ def adopt(model: PreTrainedModel, config: SagaConfig) -> None:
             module.config = new
     model.__class__ = model_class(model.__class__)
     _used.announce(type(new))
-    _CAN_RECORD_REGISTRY[str(model.__class__)] = model._can_record_outputs  # what __init__ would have entered
     for attn in attentions(model):
         attn.saga = config
 

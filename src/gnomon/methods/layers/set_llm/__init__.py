@@ -2,8 +2,10 @@
 
 Paper: "Set-LLM: A Permutation-Invariant LLM", NeurIPS 2025, arXiv:2505.15433, sections 3 and 4, appendix B.
 Here:  prompts that mix text and sets, SetPE and SetMask for any Transformers decoder with rotary positions, the six
-       rungs of the ablation, a collator for Trainers, scoring and generation from one prefill, order sensitivity.
-Not here: an attention kernel; training (`SetCollator` with any Trainer), the two-stage recipe's data.
+       rungs of the ablation, a collator for Trainers, scoring and generation from one prefill, order sensitivity (also
+       of chat models behind an API), a chat model that reads sets.
+Not here: an Inspect AI task (`gnomon.plugins.inspect`); an attention kernel; training (`SetCollator` with any Trainer),
+       the two-stage recipe's data.
 Inferred: a choice is the option with the highest summed log-likelihood; a prompt must end in text (the response is read
        off its last token); responses end in EOS; ties of a majority are drawn; BOS is a part of its own.
 Differs from the paper: orders that aren't all are the first ones, as in the paper, or drawn with a seed; canonical
@@ -24,6 +26,7 @@ True
 """
 
 from ..own_masks import additive
+from .chat import Asking, SetChat, read_choice
 from .collate import SetCollator
 from .masks import MODES, Rung, rung, set_attention_mask, set_positions
 from .model import SetLLM, require_fit
@@ -32,10 +35,12 @@ from .prompt import Set, SetEncoding, SetPrompt, apply_chat_template, encode, pa
 
 __all__ = [
     "MODES",
+    "Asking",
     "OrderQuestion",
     "OrderSensitivity",
     "Rung",
     "Set",
+    "SetChat",
     "SetCollator",
     "SetEncoding",
     "SetLLM",
@@ -46,6 +51,7 @@ __all__ = [
     "order_sensitivity",
     "orders_of",
     "parse_set_markup",
+    "read_choice",
     "require_fit",
     "rung",
     "set_attention_mask",

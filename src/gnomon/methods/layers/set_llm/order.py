@@ -1,12 +1,15 @@
 """How much an answer depends on the order in which options are written.
 
 For every question and order the scorer gives one number an option; the largest is chosen. c(x, π) = 1 if that is right.
+Where all are -inf, no option was chosen (a model that answers in words said something else): that is wrong, and counts
+as a choice of its own.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -65,6 +68,8 @@ class OrderSensitivity:
     """Share of orders whose choice differs from the question's most frequent choice."""
     first_place: float
     """How often the option written first is chosen, over 1/k; 1 is no preference."""
+    unanswered: float
+    """Share of orders in which no option was chosen."""
     questions: int
     orders: int
     """Of the question with most."""
@@ -125,6 +130,7 @@ def order_sensitivity(
         majority_acc=mean["majority"],
         flip_prob=mean["flips"],
         first_place=mean["first place"],
+        unanswered=mean["unanswered"],
         questions=len(rows),
         orders=max(map(len, orders.values())),
         per_question=tuple(rows),
@@ -134,20 +140,49 @@ def order_sensitivity(
 def _asked(
     scorer: Scorer, question: OrderQuestion, orders: Sequence[tuple[int, ...]], tie: torch.Generator
 ) -> dict[str, float]:
-    chosen, spread = [], []
     found = scorer(question, orders)
+    chosen = choices_of(question, orders, found)
+    finite = [column for column in zip(*found, strict=True) if min(column) > -math.inf]
+    spread = max((float(max(column)) - float(min(column)) for column in finite), default=0.0)
+    return {**judged(question, orders, chosen, tie), "spread": spread}
+
+
+def choices_of(
+    question: OrderQuestion, orders: Sequence[Sequence[int]], found: Sequence[Sequence[float]]
+) -> list[int | None]:
+    """The option with the largest score in each order, the first of equal ones; None where all scores are -inf.
+
+    Raises:
+        NumericalFailure: another number of scores than of orders or options, or one that isn't a number.
+    """
     if len(found) != len(orders):
         raise NumericalFailure(f"{len(found)} rows of scores came back for {len(orders)} orders.")
+    chosen: list[int | None] = []
     for row in found:
         scores = [float(score) for score in row]
         if len(scores) != len(question.options) or any(math.isnan(score) for score in scores):
             raise NumericalFailure(
                 f"Scores {scores} of {len(question.options)} options: one number each is needed."
             )
-        chosen.append(max(range(len(scores)), key=scores.__getitem__))
-        spread.append(scores)
-    counts = [chosen.count(i) for i in range(len(question.options))]
-    most = [i for i, count in enumerate(counts) if count == max(counts)]
+        chosen.append(max(range(len(scores)), key=scores.__getitem__) if max(scores) > -math.inf else None)
+    return chosen
+
+
+def judged(
+    question: OrderQuestion,
+    orders: Sequence[Sequence[int]],
+    chosen: Sequence[int | None],
+    tie: torch.Generator,
+) -> dict[str, float]:
+    """What the choices of one question, one an order, say about its sensitivity.
+
+    Args:
+        chosen: index of an option in the question's own numbering; None where no option was chosen.
+        tie: draws among equally frequent choices.
+    """
+    counts = Counter(chosen)
+    often = max(counts.values())
+    most = [choice for choice in (*range(len(question.options)), None) if counts[choice] == often]
     majority = most[int(torch.randint(len(most), (), generator=tie))]
     right = [choice == question.answer for choice in chosen]
     first = sum(order[0] == choice for order, choice in zip(orders, chosen, strict=True)) / len(orders)
@@ -155,7 +190,7 @@ def _asked(
         "random": sum(right) / len(right),
         "adversarial": float(all(right)),
         "majority": float(majority == question.answer),
-        "flips": 1 - max(counts) / len(chosen),
+        "flips": 1 - often / len(chosen),
         "first place": first * len(question.options),
-        "spread": max(max(column) - min(column) for column in zip(*spread, strict=True)),
+        "unanswered": counts[None] / len(chosen),
     }

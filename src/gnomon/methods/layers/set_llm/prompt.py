@@ -7,7 +7,7 @@ element's tokens depend on its neighbours.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,20 +163,18 @@ def apply_chat_template(
                 f"The chat template doesn't put content {i} in once as it is. Build the prompt by hand with SetPrompt."
             )
         parts += [before, *content.parts]
-    return SetPrompt(list(_joined([*parts, text])))
+    return SetPrompt(joined([*parts, text]))
 
 
-def _joined(parts: Sequence[str | Set]) -> Iterator[str | Set]:
+def joined(parts: Sequence[str | Set]) -> list[str | Set]:
     """Texts side by side become one, as a tokenizer would have seen them."""
-    held = ""
+    found: list[str | Set] = []
     for part in parts:
-        if isinstance(part, str):
-            held += part
-            continue
-        yield held
-        yield part
-        held = ""
-    yield held
+        if isinstance(part, str) and found and isinstance(found[-1], str):
+            found[-1] += part
+        else:
+            found.append(part)
+    return found
 
 
 @dataclass(frozen=True)

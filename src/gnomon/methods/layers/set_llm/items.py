@@ -10,12 +10,12 @@ import json
 import random
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gnomon.core.errors import UsageError, unknown
+from gnomon.core.refs import as_path
 
-if TYPE_CHECKING:
-    from gnomon.methods.layers.set_llm import OrderQuestion
+from .order import OrderQuestion
 
 GENERATED = "words"
 PARTS = ("train", "valid", "test")
@@ -84,8 +84,6 @@ def questions(recipe: str, part: str, count: int, *, seed: int = 0) -> list[Orde
 
 
 def _generated(part: str, draw: random.Random) -> OrderQuestion:
-    from gnomon.methods.layers.set_llm import OrderQuestion
-
     kinds = draw.sample(sorted(WORDS), OPTIONS)
     options = [draw.choice(_words(kind)[part]) for kind in kinds]
     answer = draw.randrange(OPTIONS)
@@ -109,8 +107,6 @@ def read(path: str) -> list[OrderQuestion]:
     Raises:
         UsageError: no such file, or a line of another form.
     """
-    from gnomon.core.refs import as_path
-
     place = as_path(path)
     if not place.is_file() or place.suffix != ".jsonl":
         if place.suffix == ".jsonl" or "/" in path:
@@ -121,8 +117,6 @@ def read(path: str) -> list[OrderQuestion]:
 
 
 def _question(line: str, where: str) -> OrderQuestion:
-    from gnomon.methods.layers.set_llm import OrderQuestion
-
     try:
         parsed = json.loads(line)
     except ValueError:
