@@ -139,6 +139,8 @@ class SagaStudy(StudyConfig):
     cores: int = 2
     """Threads of what is timed."""
     repeats: int = 15
+    copies: int = 0
+    """Of one layer's caches; 0: as many as make four times the last-level cache. Other numbers give no verdict."""
 
     slug: ClassVar[str] = "saga"
     sources: ClassVar[tuple[str, ...]] = ("model", "data", "family_data")
@@ -171,6 +173,7 @@ class SagaStudy(StudyConfig):
             "top_n": 64,
             "cores": 1,
             "repeats": 3,
+            "copies": 2,
         },
         "full": {
             "seeds": (0, 1, 2, 3, 4),
@@ -258,6 +261,8 @@ class SagaStudy(StudyConfig):
             )
         for size in self.sizes:
             sized(size)
+        if self.copies < 0:
+            raise UsageError(f"copies={self.copies} must be 0 (as many as needed) or more.")
         if self.autocast not in ("none", "bf16"):
             raise unknown("autocast", self.autocast, ("none", "bf16"))
         if not self.conversion_seeds:
@@ -320,7 +325,7 @@ class SagaStudy(StudyConfig):
             "threads": self.cores,
             "repeats": self.repeats,
         }
-        lab.stage(attention, exclusive=True, size=self.sizes[-1], **timed)
+        lab.stage(attention, exclusive=True, size=self.sizes[-1], copies=self.copies, **timed)
         for size in self.sizes:
             lab.stage(decoding, exclusive=True, size=size, **timed)
 
@@ -452,10 +457,15 @@ class SagaStudy(StudyConfig):
             ),
             ("saga.2", "number"): AllOf(dict(faster)),
         }
+        if self.copies:
+            reason = f"copies={self.copies} was set, so caches may lie in the processor"
+            rules["saga.1", "a"] = Withheld(rules["saga.1", "a"], reason)
         if longest >= LONG and len({size.partition(":")[0] for size in self.sizes}) > 1:
             return rules
         reason = f"lengths={self.lengths} and sizes={self.sizes} don't reach {LONG} positions at two sizes"
-        return {key: Withheld(rule, reason) for key, rule in rules.items()}
+        return {
+            key: rule if isinstance(rule, Withheld) else Withheld(rule, reason) for key, rule in rules.items()
+        }
 
 
 __all__ = ["SagaStudy"]

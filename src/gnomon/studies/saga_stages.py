@@ -6,7 +6,9 @@ document is both learnt or calibrated on and judged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gnomon.core.errors import UsageError
@@ -210,6 +212,7 @@ def traffic(
         ctx.record(method=name, metric=SPEED, value=cost.speedup, better="higher")
 
 
+@dataclass
 class Reads:
     """Elements of two tensors that products and gathers read."""
 
@@ -217,53 +220,44 @@ class Reads:
     values: int = 0
 
 
-class counting:
-    """Counts what happens to the memory of k and v inside the block: operands of products, results of gathers.
-
-    An operation that reads them in a way that isn't known here raises, so that nothing goes uncounted.
-    """
-
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        reads = self.reads = Reads()
-        names = {k.untyped_storage().data_ptr(): "keys", v.untyped_storage().data_ptr(): "values"}
-
-        class Mode(TorchDispatchMode):
-            def __torch_dispatch__(
-                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-            ) -> Any:
-                import torch
-
-                out = function(*args, **(kwargs or {}))
-                for operand in args:
-                    if not isinstance(operand, torch.Tensor):
-                        continue
-                    name = names.get(operand.untyped_storage().data_ptr())
-                    if name is None or function.is_view or function._schema.name in VIEWS:
-                        continue
-                    kind = function._schema.name
-                    if kind in PRODUCTS:
-                        count = operand.numel()
-                    elif kind == "aten::gather":
-                        count = out.numel()
-                    else:
-                        raise AssertionError(f"{kind} reads {name}, which isn't counted.")
-                    setattr(reads, name, getattr(reads, name) + count)
-                return out
-
-        self.mode = Mode()
-
-    def __enter__(self) -> Reads:
-        self.mode.__enter__()
-        return self.reads
-
-    def __exit__(self, *exception: Any) -> None:
-        self.mode.__exit__(*exception)
-
-
 PRODUCTS = ("aten::bmm", "aten::mm", "aten::matmul")
 VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias")
+
+
+@contextmanager
+def counting(k: Tensor, v: Tensor) -> Iterator[Reads]:
+    """Counts what happens to the memory of k and v inside the block: operands of products, results of gathers.
+
+    Raises:
+        AssertionError: an operation reads them in a way that isn't known here, so that nothing goes uncounted.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    reads = Reads()
+    names = {k.untyped_storage().data_ptr(): "keys", v.untyped_storage().data_ptr(): "values"}
+    base: Any = TorchDispatchMode
+
+    class Counter(base):  # type: ignore[misc]
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            kind = function._schema.name
+            if function.is_view or kind in VIEWS:
+                return out
+            for operand in args:
+                if not isinstance(operand, torch.Tensor):
+                    continue
+                name = names.get(operand.untyped_storage().data_ptr())
+                if name is None:
+                    continue
+                if kind not in (*PRODUCTS, "aten::gather"):
+                    raise AssertionError(f"{kind} reads {name}, which isn't counted.")
+                count = out.numel() if kind == "aten::gather" else operand.numel()
+                setattr(reads, name, getattr(reads, name) + count)
+            return out
+
+    with Counter():
+        yield reads
 
 
 # ------------------------------------------------------------------------------------------------ conversion

@@ -96,7 +96,14 @@ def scoring(name: str) -> str:
 
 
 def attention(
-    ctx: StageContext, *, size: str, lengths: Sequence[int], n: int, threads: int, repeats: int
+    ctx: StageContext,
+    *,
+    size: str,
+    lengths: Sequence[int],
+    n: int,
+    threads: int,
+    repeats: int,
+    copies: int,
 ) -> dict[str, Any]:
     """Attention of one layer over contexts of several lengths: Atop-N as a whole, its pass over keys alone, and dense.
 
@@ -105,6 +112,7 @@ def attention(
 
     Args:
         size: a shape of `SHAPES`, `name:layers`; the layers don't matter here.
+        copies: of the caches; 0: as many as make four times the last-level cache.
     """
     import torch
 
@@ -118,7 +126,7 @@ def attention(
     where = as_device(None)
     longest = max(lengths)
     generator = torch.Generator().manual_seed(ctx.seed)
-    count = copies_for(2 * shape.heads * longest * shape.width)
+    count = copies or copies_for(2 * shape.heads * longest * shape.width)
     stored = [
         [cache(shape.heads, longest, shape.width, generator).to(where) for _ in range(2)]
         for _ in range(count)
