@@ -42,7 +42,7 @@ def test_smoke_run_has_every_claim_figure_and_entrant(tmp_path):
     schema = json.loads((Path(gnomon.__file__).parent / "lab" / "result.schema.json").read_text())
     jsonschema.validate(result.data, schema)
     figures = {figure["name"] for figure in result.data["figures"]}
-    assert figures == {"selectors", "recalls", "conversion", "family", "latency"}
+    assert figures == {"selectors", "recalls", "conversion", "family", "one_layer", "latency"}
     assert not [stage for stage in result.data["stages"] if stage["failed"]]
     judged = {(c["id"], part["part"]) for c in result.data["claims"] for part in c["parts"]}
     assert judged == {(claim.id, part.part) for claim in load_card("saga").claims for part in claim.parts}
@@ -140,7 +140,8 @@ def test_recall_is_that_of_the_formula_and_a_wrong_choice_is_not(ctx, monkeypatc
 
 def test_dense_is_the_original_and_few_positions_are_worse(ctx):
     for name, selector, n in (("dense", "dense", 64), ("all", "exact", 96), ("few", "strided", 2)):
-        saga_stages.selection(ctx, method=name, selector=selector, n=n, oversample=1, **TEXT)
+        with seeded(0):  # of a tiny model's weights
+            saga_stages.selection(ctx, method=name, selector=selector, n=n, oversample=1, **TEXT)
     table = rows_of(ctx)
     with seeded(0):
         loaded = load(TINY, dtype="float32")
@@ -173,10 +174,12 @@ CONVERT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("init", ["aligned", "mean", "first"])
+@pytest.mark.parametrize("init", ["aligned", "mean"])
 def test_without_merging_a_conversion_is_the_original(ctx, init):
-    saga_stages.selection(ctx, method="dense", selector="dense", n=8, oversample=1, **TEXT)
-    saga_stages.convert(ctx, method=init, init=init, key_heads=2, **{**CONVERT, "steps": 1})
+    with seeded(0):  # of a tiny model's weights
+        saga_stages.selection(ctx, method="dense", selector="dense", n=8, oversample=1, **TEXT)
+    with seeded(0):
+        saga_stages.convert(ctx, method=init, init=init, key_heads=2, **{**CONVERT, "steps": 1})
     rows = rows_of(ctx)
     losses = rows[rows["metric"] == saga_stages.NLL]
     original = losses[losses["when"] == "original"].set_index("item")["value"]

@@ -27,7 +27,7 @@ from gnomon.lab.claims import (
 )
 from gnomon.lab.tune import tune
 from gnomon.studies.saga_family import LOSS, TASKS, TEXT_TASK, heads_of, learn, measure, require_room
-from gnomon.studies.saga_figures import conversion, family, latency, recalls, selectors
+from gnomon.studies.saga_figures import conversion, family, latency, one_layer, recalls, selectors
 from gnomon.studies.saga_stages import (
     BYTES,
     FORMULA,
@@ -153,7 +153,7 @@ class SagaStudy(StudyConfig):
             "documents": 4,
             "window": 128,
             "selectors": tuple(SELECTIONS),
-            "random_rows": 200,
+            "random_rows": 400,
             "inits": INITS,
             "conversion_steps": 2,
             "conversion_batch": 2,
@@ -177,12 +177,12 @@ class SagaStudy(StudyConfig):
         },
         "full": {
             "seeds": (0, 1, 2, 3, 4),
-            "documents": 20,
+            "documents": 12,
             "window": 512,
             "selectors": tuple(SELECTIONS),
             "kept": (32, JUDGED_N, 128),
             "inits": INITS,
-            "conversion_steps": 120,
+            "conversion_steps": 100,
             "conversion_batch": 2,
             "steps": 800,
             "batch": 32,
@@ -277,7 +277,7 @@ class SagaStudy(StudyConfig):
 
     def run(self, lab: Lab) -> None:
         self._claims(lab)
-        for figure in (selectors, recalls, conversion, family, latency):
+        for figure in (selectors, recalls, conversion, family, one_layer, latency):
             lab.figure(figure)
         lab.stage(traffic, query_heads=32, heads=8, length=4096, n=self.top_n, width=8, seed=0)
         lab.stage(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gnomon.lab import Done
 from gnomon.studies.saga_family import LOSS, SPARSE_LOSS, TASKS
 from gnomon.studies.saga_stages import GUESS, MASS, PERPLEXITY, RECALL
 from gnomon.studies.saga_stages import LOSS as DIVERGENCE
-from gnomon.studies.saga_timing import DENSE, FASTER, STEP_TIME
+from gnomon.studies.saga_timing import BYTE_SHARE, DENSE, FASTER, STEP_TIME, TIME_SHARE
 
 if TYPE_CHECKING:
     import pandas as pd
+
+ATTENTION_FASTER = f"{FASTER}, attention alone"
 
 
 def selectors(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
@@ -136,6 +138,37 @@ def family(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> No
     plt.close(fig)
 
 
+def one_layer(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
+    """Attention of one layer with Atop-N, by context. Left: share of the query-key step in a step's time (solid) and in
+    the bytes it reads (dotted). Right: times as fast as dense GQA, and what the formula allows (dotted).
+    """
+    import matplotlib.pyplot as plt
+
+    fig, (left, right) = plt.subplots(1, 2, figsize=(9.0, 3.8))
+    gains = records[records["metric"] == ATTENTION_FASTER]
+    for i, method in enumerate(dict.fromkeys(gains["method"])):
+        for metric, line in ((TIME_SHARE, ".-"), (BYTE_SHARE, ":")):
+            rows = records[(records["metric"] == metric) & (records["method"] == method)]
+            left.plot(rows["length"], rows["value"], line, color=f"C{i}")
+        rows = gains[gains["method"] == method]
+        right.plot(rows["length"], rows["value"], ".-", color=f"C{i}", label=str(method))
+        right.plot(rows["length"], rows["bytes allow"], ":", color=f"C{i}")
+    left.axhline(0.9, color="grey", linewidth=0.8)
+    right.axhline(1, color="grey", linewidth=0.8)
+    left.set(xlabel="context", ylabel="share of the query-key step")
+    right.set(xlabel="context", ylabel=f"times as fast as {DENSE}", yscale="log")
+    ticks = [
+        t
+        for t in (0.5, 1, 2, 5, 10, 20)
+        if t <= 1.2 * max([*gains["value"], *gains["bytes allow"]], default=1)
+    ]
+    right.set_yticks(ticks, [f"{t:g}" for t in ticks])
+    _contexts([left, right], sorted(gains["length"].unique()))
+    fig.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    fig.savefig(path)
+    plt.close(fig)
+
+
 def latency(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
     """Decoding one token with a whole model. Above: milliseconds by context; below: times as fast as dense GQA, with
     what the bytes read would allow (dotted). Bands hold three fifths of the repeats.
@@ -144,6 +177,7 @@ def latency(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> N
 
     timed = records[records["metric"] == STEP_TIME]
     sizes = list(dict.fromkeys(timed["size"]))
+    handles: tuple[list[Any], list[Any]] = ([], [])
     fig, axes = plt.subplots(2, max(1, len(sizes)), figsize=(4.6 * max(1, len(sizes)), 6.0), squeeze=False)
     for column, size in enumerate(sizes):
         above, below = axes[:, column]
@@ -152,7 +186,11 @@ def latency(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> N
             by_length = 1000 * rows[rows["method"] == method].set_index("length")["value"]
             groups = by_length.groupby(level=0)
             median = groups.median()
-            label = DENSE if method == DENSE else str(method)
+            label = (
+                f"{'fewer' if i == 3 else 'all'} key heads, Atop-N"
+                if "Atop-N" in str(method)
+                else str(method)
+            )
             above.plot(median.index, median, ".-", color=f"C{i}", label=label)
             above.fill_between(
                 median.index,
@@ -173,7 +211,9 @@ def latency(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> N
         below.axhline(1, color="grey", linewidth=0.8)
         below.set(xlabel="context", ylabel=f"times as fast as {DENSE}")
         _contexts([above, below], sorted(rows["length"].unique()))
-        above.legend(fontsize=8)
+        if column == 0:
+            handles = above.get_legend_handles_labels()
+    fig.legend(*handles, loc="outside lower center", ncols=4, fontsize=8)
     fig.savefig(path)
     plt.close(fig)
 
@@ -186,4 +226,4 @@ def _contexts(axes: Iterable[object], lengths: list[float]) -> None:
         ax.minorticks_off()  # type: ignore[attr-defined]
 
 
-__all__ = ["conversion", "family", "latency", "recalls", "selectors"]
+__all__ = ["conversion", "family", "latency", "one_layer", "recalls", "selectors"]
