@@ -365,3 +365,10 @@ def test_a_wrong_kernel_is_not_timed(ctx, monkeypatch):
     monkeypatch.setattr(kernels, "sparse_decode", lambda *a, **kw: (1.1 * right(*a, **kw)[0], None))
     with pytest.raises(AssertionError, match="nothing was timed"):
         saga_timing.attention(ctx, **TIMED, copies=1)
+
+
+def test_the_cards_example_runs():
+    card = (Path(gnomon.__file__).parent / "cards" / "saga.md").read_text()
+    example = card.split("```python\n")[1].split("```")[0]
+    assert len(example.splitlines()) <= 10
+    exec(compile(example, "saga.md", "exec"), {})

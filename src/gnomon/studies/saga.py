@@ -107,7 +107,7 @@ class SagaStudy(StudyConfig):
     conversion_steps: int = 6
     conversion_batch: int = 1
     conversion_length: int = 256
-    calibration: int = 32
+    calibration: int = 16
     """Windows that the alignment looks at."""
     autocast: str = "bf16"
     """Of the distillation's passes: bf16 or none."""
@@ -121,7 +121,7 @@ class SagaStudy(StudyConfig):
     pairs: int = 16
     symbols: int = 16
     """Of the recall task: pairs a row, and how many keys and values there are."""
-    family_data: str = "generated:400"
+    family_data: str = "topics"
     """Text of the family, read byte by byte."""
     family_n: int = 16
     """Positions that Atop-N keeps in the family."""
@@ -144,7 +144,7 @@ class SagaStudy(StudyConfig):
 
     slug: ClassVar[str] = "saga"
     sources: ClassVar[tuple[str, ...]] = ("model", "data", "family_data")
-    disk_bytes: ClassVar[int] = 6_000_000_000
+    disk_bytes: ClassVar[int] = 3_000_000_000
     profiles: ClassVar[dict[str, dict[str, Any]]] = {
         "smoke": {
             "model": "tiny:llama-10k",
@@ -184,6 +184,7 @@ class SagaStudy(StudyConfig):
             "inits": INITS,
             "conversion_steps": 100,
             "conversion_batch": 2,
+            "calibration": 64,
             "steps": 800,
             "batch": 32,
             "pairs": 24,
@@ -192,8 +193,8 @@ class SagaStudy(StudyConfig):
             "points": 20,
             "windows": 512,
             "sizes": ("135m:15", "1b:6"),
-            "lengths": (8192, 16384, 32768, 65536, LONG),
-            "repeats": 21,
+            "lengths": (8192, 32768, 65536, LONG),
+            "repeats": 17,
         },
         "gpu": {
             "model": "meta-llama/Llama-3.1-8B",

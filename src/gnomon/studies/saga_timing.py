@@ -10,6 +10,7 @@ Timings are seconds per step with the repeat's number as item; contenders take t
 from __future__ import annotations
 
 import copy
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -403,7 +404,8 @@ def step(
     return out
 
 
-def filled(keys: Tensor, values: Tensor) -> Any:
+@functools.cache
+def filled_class() -> Any:
     """A cache layer whose last slot takes the new key and value: nothing is copied, and the step can be repeated."""
     from transformers.cache_utils import DynamicLayer
 
@@ -416,7 +418,12 @@ def filled(keys: Tensor, values: Tensor) -> Any:
         def get_seq_length(self) -> int:
             return int(self.keys.shape[-2]) - 1
 
-    layer = Filled()
+    return Filled
+
+
+def filled(keys: Tensor, values: Tensor) -> Any:
+    """The cache layer of these tensors."""
+    layer = filled_class()()
     layer.keys, layer.values = keys, values
     layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
     return layer
