@@ -67,8 +67,8 @@ def test_smoke_run_has_every_claim_figure_and_entrant(tmp_path):
         ({"inits": "aligned,mean,frist"}, "Did you mean 'first'"),
         ({"kept": "32"}, "64 must be among kept"),
         ({"window": "64"}, "below window=64"),
-        ({"pairs": "17"}, "at most as many pairs as symbols"),
-        ({"length": "17"}, "two tokens more"),
+        ({"pairs": "17", "symbols": "16"}, "at most as many pairs as symbols"),
+        ({"length": "9"}, "two tokens more"),
         ({"hidden": "40"}, "multiple of 16"),
         ({"lengths": "512,8192"}, "above top_n=512"),
         ({"sizes": "136m:2"}, "Did you mean '135m'"),
@@ -238,6 +238,29 @@ def test_the_conversion_claim_needs_ten_percent_and_the_lead(tmp_path, aligned, 
 
 
 # --------------------------------------------------------------------------------------------- from scratch
+
+
+@pytest.mark.parametrize(
+    ("saga", "accuracy", "verdict"), [(1.003, 0.9, "holds"), (1.003, 0.1, "undecided"), (1.03, 0.9, "fails")]
+)
+def test_nearly_as_good_means_nothing_where_nobody_learnt(tmp_path, saga, accuracy, verdict):
+    lab = Lab(SagaStudy(), tmp_path, reference="gnomon.studies.saga")
+    SagaStudy()._claims(lab)
+    rule = next(claim.rule for claim in lab.claims if claim.id == "saga.3")
+    rows = [
+        make_record(
+            method=method, metric=metric, value=value * (1 + 0.001 * seed), seed=seed, better=better,
+            tags={"task": task}, budget={"tokens": 9, "trials": 1},
+        )
+        for seed in range(4)
+        for task in saga_family.TASKS
+        for method, metric, value, better in (
+            ("8,1,4", "loss", saga, "lower"),
+            ("8,4,4", "loss", 1.0, "lower"),
+            ("8,4,4", "accuracy", accuracy, "higher"),
+        )
+    ]  # fmt: skip
+    assert rule.judge(frame(rows)).verdict == verdict
 
 
 @pytest.mark.parametrize("name", ["8,3,8", "8,4", "8,4,3", "a,b,c", "0,1,1", "12,4,6"])
