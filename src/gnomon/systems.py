@@ -93,6 +93,8 @@ SYSTEMS: tuple[System, ...] = (
         "NeurIPS 2026",
         "arXiv:2610.04753",
         "Attention with fewer key heads than value heads and an approximate top-N choice of keys.",
+        status="works",
+        study="gnomon.studies.saga",
         apply=("saga=gnomon.methods.layers.saga.apply",),
     ),
     System(
