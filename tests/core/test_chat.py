@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import itertools
 import os
 import random
 import subprocess
@@ -203,13 +204,18 @@ def test_the_seed_decides(local: LocalChat) -> None:
 
 
 def test_replies_end_at_stop_texts(local: LocalChat) -> None:
-    free = local.generate([ask("Hello", max_tokens=12), ask("Hallo", max_tokens=12)])
-    texts = [reply.text for reply in free]
-    stop = texts[0][4:6]
-    assert stop in texts[0] and free[0].stop == "length"
-    cut = local.generate([ask(q, max_tokens=12, stop=(stop, "\x00never")) for q in ("Hello", "Hallo")])
-    assert [reply.text for reply in cut] == [text.partition(stop)[0] for text in texts]
-    assert cut[0].stop == "stop" and cut[0].usage.output_tokens < free[0].usage.output_tokens  # type: ignore[operator]
+    asked = ("so", "x")
+    free = local.generate([ask(q, max_tokens=12) for q in asked])
+    first, other = (reply.text for reply in free)
+    stop = next(a + b for a, b in itertools.pairwise(first) if "\ufffd" not in a + b)
+    assert stop not in other  # one row goes on, and the other is padded
+    requests = [ask(q, max_tokens=12, stop=(stop, "\x00never")) for q in asked]
+    cut = local.generate(requests)
+    assert [reply.text for reply in cut] == [first.partition(stop)[0], other]
+    [row] = generate(local.model, [local.prompt(requests[0])], max_new_tokens=12)
+    spent = next(i for i in range(1, 13) if stop in local.tokenizer.decode(row[:i]))
+    assert [reply.usage.output_tokens for reply in cut] == [spent, 12]  # padding behind the end isn't counted
+    assert [reply.stop for reply in cut] == ["stop", "length"] and free[0].stop == "length"
 
 
 def test_a_reply_ends_by_itself(local: LocalChat, monkeypatch: Any) -> None:
