@@ -85,6 +85,8 @@ class MageStudy(StudyConfig):
     long_blocks: int = 2
     threshold: float = 0.9
     """Confidence above which a position is filled, where the number of passes is free."""
+    tile: int = 128
+    """Tokens of SparseD's tiles; its own for long contexts."""
     dense_layers: int = 0
     """First layers that read everything; the paper's two would be half of a model of four."""
     timed_contexts: tuple[int, ...] = (8192, 32_768)
@@ -121,6 +123,7 @@ class MageStudy(StudyConfig):
             "long_context": 128,
             "long_k": 32,
             "long_prompts": 2,
+            "tile": 8,
             "timed_contexts": (256, 512),
             "timed_block": 8,
             "timed_passes": 4,
@@ -173,7 +176,7 @@ class MageStudy(StudyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive = (
-            "steps batch block points batches k prompts blocks long_k long_prompts long_blocks timed_block "
+            "steps batch block points batches k tile prompts blocks long_k long_prompts long_blocks timed_block "
             "timed_passes timed_k timed_layers timed_heads timed_key_heads timed_width cores repeats"
         ).split()
         # Recall is that of later passes than the first.
@@ -253,6 +256,7 @@ class MageStudy(StudyConfig):
                 "of": trained,
                 "data": self.data,
                 "passes": self.passes,
+                "tile": self.tile,
                 "dense_layers": self.dense_layers,
             }
             for state in (TRAINED, UNTRAINED):

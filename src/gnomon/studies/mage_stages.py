@@ -44,7 +44,7 @@ def over(rival: str) -> str:
     return f"lead in recall over {rival}"
 
 
-def selectors(k: int, dense_layers: int, *, tile: int = 128, seed: int = 0) -> dict[str, SparsePolicy]:
+def selectors(k: int, dense_layers: int, *, tile: int, seed: int = 0) -> dict[str, SparsePolicy]:
     """All policies with k tokens (SparseD: its own share), by name."""
     from gnomon.methods.layers import mage
 
@@ -270,6 +270,7 @@ def sets(
     context: int,
     budgets: list[int],
     k: int,
+    tile: int,
     dense_layers: int,
     prompts: int,
     blocks: int,
@@ -286,9 +287,9 @@ def sets(
     loaded = reload(of, state)
     block = of.args["block"]
     cfg = settings(loaded.model, block, passes=passes)
-    policies = {(name, k): policy for name, policy in selectors(k, dense_layers).items()}
+    policies = {(name, k): policy for name, policy in selectors(k, dense_layers, tile=tile).items()}
     for budget in budgets:
-        some = selectors(budget, dense_layers)
+        some = selectors(budget, dense_layers, tile=tile)
         policies |= {(name, budget): some[name] for name in (QUEST, AVERAGE, ORACLE)}
     named = {f"{name}|{size}": policy for (name, size), policy in policies.items()}
     spent = spent_on(of)
@@ -333,6 +334,7 @@ def against_exact(
     passes: int,
     context: int,
     k: int,
+    tile: int,
     dense_layers: int,
     prompts: int,
     blocks: int,
@@ -351,7 +353,10 @@ def against_exact(
     block = of.args["block"]
     static = settings(loaded.model, block, passes=passes)
     free = dataclasses.replace(static, steps=None, strategy="dynamic", threshold=threshold)
-    entrants: dict[str, SparsePolicy | None] = {EXACT: None, **selectors(k, dense_layers, seed=ctx.seed)}
+    entrants: dict[str, SparsePolicy | None] = {
+        EXACT: None,
+        **selectors(k, dense_layers, tile=tile, seed=ctx.seed),
+    }
     if not dense_layers:
         entrants[FIRST_DENSE] = Mage(k, 2)
     entrants[EXACT_COMMIT] = Mage(k, dense_layers, commit="exact")
