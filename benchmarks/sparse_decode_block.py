@@ -1,10 +1,10 @@
 """The part of benchmarks/sparse_decode.py about blocks of a diffusion model: MAGE's sets beside exact attention.
 
-A block of 32 queries is denoised in 32 passes of attention behind a long cache. Exact decoding reads the cache in each;
-MAGE reads it in the first, weighs its keys in a second look at them, sorts the weights, and reads 512 keys and values of
-each head in the 31 others. One exact pass is timed and counted 32 times, for all are alike; MAGE's block is timed whole.
-Commits are left out on both sides, as in the cost model. Arithmetic, not memory, limits a block on a CPU: 128 query rows
-share each key.
+A block of 32 queries is denoised in 32 passes of attention behind a long cache. Exact decoding reads the cache in
+each; MAGE reads it in the first, weighs its keys in a second look at them, sorts the weights, and reads 512 keys and
+values of each head in the 31 others. One exact pass is timed and counted 32 times, for all are alike; MAGE's block is
+timed whole. Commits are left out on both sides, as in the cost model. Arithmetic, not memory, limits a block on a CPU:
+128 query rows share each key.
 """
 
 from __future__ import annotations
