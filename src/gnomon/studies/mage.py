@@ -123,6 +123,7 @@ class MageStudy(StudyConfig):
             "long_context": 128,
             "long_k": 32,
             "long_prompts": 2,
+            "long_blocks": 1,
             "tile": 8,
             "timed_contexts": (256, 512),
             "timed_block": 8,

@@ -276,10 +276,12 @@ def test_positions_with_a_gap_are_those_of_a_prefix_with_a_hole(model):
     plain = denoiser_logits(model, noisy, ids, cfg)[..., :MASK]
     at = torch.arange(16)[None]
     torch.testing.assert_close(denoiser_logits(model, noisy, ids, cfg, at)[..., :MASK], plain, rtol=0, atol=0)
-    torch.testing.assert_close(denoiser_logits(model, noisy, ids, cfg, at + 60)[..., :MASK], plain)
+    # Transformers computes angles in float32, whatever the model's dtype.
+    near = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(denoiser_logits(model, noisy, ids, cfg, at + 60)[..., :MASK], plain, **near)
     gap = denoiser_logits(model, noisy, ids, cfg, at + 60 * (at >= 8))[..., :MASK]
-    torch.testing.assert_close(gap[:, :8], plain[:, :8])
-    assert (gap[:, 8:] - plain[:, 8:]).abs().max() > 1e-3
+    torch.testing.assert_close(gap[:, :8], plain[:, :8], **near)
+    assert (gap[:, 8:] - plain[:, 8:]).abs().max() > 1e-2
     batch = {"input_ids": ids, "noisy_ids": noisy, "weights": (noisy == MASK).double(),
              "loss_mask": torch.ones_like(ids), "position_ids": at + 60 * (at >= 8)}  # fmt: skip
     by_hand = -gap.log_softmax(-1).gather(-1, ids[..., None])[0, 9:11].sum() / 16
