@@ -105,13 +105,13 @@ def denoiser_logits(
     noisy_ids: Int[Tensor, "R L"],
     input_ids: Int[Tensor, "R L"],
     cfg: BlockDiffusionConfig,
-    position_ids: Int[Tensor, "R L"] | None = None,
+    position_ids: Int[Tensor, "_ _"] | None = None,
 ) -> Float[Tensor, "R L V"]:
     """Logits of every token given its noisy block and the clean blocks before; −∞ for the mask token.
 
     Args:
-        position_ids: of the tokens, the same in both halves; 0 to L − 1 by default. Others let short rows stand for
-            long texts of which blocks were left out.
+        position_ids: (R, L) of the tokens, the same in both halves; 0 to L − 1 by default. Others let short rows stand
+            for long texts of which blocks were left out.
 
     Raises:
         UsageError: L isn't whole blocks, positions of another shape, or a model that can't be one.
