@@ -220,8 +220,9 @@ def test_alignment_and_its_emergence_need_every_lead(tmp_path):
 def test_lossless_needs_loss_passes_and_active_selection(tmp_path):
     rule = rules(tmp_path)["mage.3", None]
 
-    def judged(loss=1.0, passes=10.0, active=1.0, context=LONG):
+    def judged(loss=1.0, passes=10.0, active=1.0, context=LONG, chance=1.1):
         values = {(LOSS, MAGE): loss, (LOSS, EXACT): 1.0, (PASSES, MAGE): passes, (PASSES, EXACT): 10.0}
+        values[LOSS, "random"] = chance
         tags = {"context": context, "k": 512}
         rows = records(values, tags)
         rows += [
@@ -231,6 +232,7 @@ def test_lossless_needs_loss_passes_and_active_selection(tmp_path):
 
     assert judged() == "holds" and judged(loss=1.02) == "fails" and judged(passes=11.0) == "fails"
     assert judged(active=0.5) == "undecided" and judged(context=4096) == "undecided"
+    assert judged(chance=1.0) == "undecided"  # a model that doesn't need its prompt
 
 
 def test_speed_is_judged_behind_the_longest_prefix_alone(tmp_path):

@@ -332,6 +332,10 @@ class MageStudy(StudyConfig):
             "forward passes": NonInferior(
                 metric=PASSES, method=MAGE, to=EXACT, margin=ShareOf(0.05), where=long, equal=("tokens",)
             ),
+            # Where a set by chance does as well, the model doesn't need its prompt, and nothing could be lost.
+            "chance is worse": HoldsOnly(
+                Paired(metric=LOSS, method=RANDOM, to=MAGE, side="above", where=long, equal=("tokens",))
+            ),
             "selection was active": HoldsOnly(Count(metric=ACTIVE, method=MAGE, minimum=1.0, where=long)),
         }
         lab.claim("mage.3", rule=AllOf(lossless), grade="T")
