@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import jsonschema
+import matplotlib
 import pytest
 import torch
 
@@ -21,7 +22,7 @@ from gnomon.methods.layers.mage import (
     exact_reads,
     mage_reads,
 )
-from gnomon.studies import mage_timing
+from gnomon.studies import mage_figures, mage_timing
 from gnomon.studies.mage import LONG, LONGEST, MageStudy
 from gnomon.studies.mage_stages import (
     ACTIVE,
@@ -283,3 +284,15 @@ def test_the_full_profile_asks_for_what_the_claims_need():
     assert LONGEST in full.timed_contexts and full.timed_block == full.timed_passes == 32
     assert full.reach >= full.long_context + full.long_blocks * full.block
     assert full.steps >= 1000
+
+
+def test_the_quality_figure_draws_all_seeds_where_a_method_lacks_a_metric(tmp_path):
+    names = (EXACT, MAGE, "random", "exact, short prefix")
+    losses = {(LOSS, name): 2.0 for name in names}
+    rest = {
+        (metric, name): 1.0 for metric in (PASSES, "tokens equal to exact decoding") for name in names[:3]
+    }
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        mage_figures.quality(frame(records(losses | rest, {})), {}, tmp_path / "quality.svg")
+    drawn = (tmp_path / "quality.svg").read_text()
+    assert all(name in drawn for name in names[1:]) and "masked loss, % above exact" in drawn

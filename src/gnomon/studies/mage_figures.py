@@ -156,6 +156,8 @@ def quality(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> N
         exact = _at(means, (metric, EXACT))
         for i, name in enumerate(names):
             values = _at(means, (metric, name))
+            if not len(values):
+                continue
             if metric == LOSS:
                 values = 100 * (values / exact - 1)
             elif metric == PASSES:
