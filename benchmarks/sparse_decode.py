@@ -10,6 +10,8 @@ values of the kept positions, H_q N d: at most twice as fast. Fewer key heads ta
 what reading allows (the SAGA card's cost model), and is printed beside each ratio. The matched dense kernel scores keys
 by the same loop.
 
+Blocks of a diffusion model, whose queries share one set of keys, come last: `sparse_decode_block` says how.
+
 Timing: contenders take turns; each cycles through as many caches as make four times the last-level cache, the smallest
 format deciding the number.
 """
@@ -22,6 +24,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+import sparse_decode_block
 import torch
 from common import Copies, Report, Work, command, ratio
 from torch import Tensor
@@ -147,11 +150,14 @@ def measure(report: Report, options: argparse.Namespace) -> None:
     """
     threads = report.begin(options, [], small="caches")
     check(report, min(CHECKED, max(options.lengths)), threads)
+    blocks = sparse_decode_block.QUICK_LENGTHS if options.quick else sparse_decode_block.LENGTHS
+    sparse_decode_block.check(report, min(sparse_decode_block.CHECKED, max(blocks)), threads)
     report.stop_if_wrong()
     for length in options.lengths:
         for number in threads:
             with threads_set(number), torch.inference_mode():
                 one_length(report, length, number, options.repeats, 1 if options.quick else None)
+    sparse_decode_block.measure(report, threads, options.repeats, quick=options.quick)
 
 
 def lengths(text: str) -> list[int]:

@@ -35,9 +35,10 @@ def test_quick_run(tmp_path: Path) -> None:
     done, rows = run("", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     checks = [row for row in rows if row["kind"] == "check"]
-    assert len(checks) == 7 and all(row["right"] for row in checks)
+    assert len(checks) == 12 and all(row["right"] for row in checks)
     times = {row["contender"] for row in rows if row["kind"] == "time"}
-    assert len(times) == 6 and {"dense, matched kernel", "dense, torch SDPA", "reading"} < times
+    assert len(times) == 11 and {"dense, matched kernel", "dense, torch SDPA", "reading"} < times
+    assert {"exact pass, matched kernel", "exact pass, torch SDPA", "MAGE, block of 32 passes"} < times
 
 
 @built
@@ -45,4 +46,15 @@ def test_a_wrong_kernel_is_not_timed(tmp_path: Path) -> None:
     code = "good = it.dense_decode; it.dense_decode = lambda *x, **y: 2 * good(*x, **y)"
     done, rows = run(code, tmp_path)
     assert done.returncode == 1 and "1 checks failed" in done.stderr
+    assert not [row for row in rows if row["kind"] == "time"]
+
+
+@built
+def test_a_wrong_block_kernel_is_not_timed(tmp_path: Path) -> None:
+    code = (
+        "block = it.sparse_decode_block; good = block.block_decode\n"
+        "block.block_decode = lambda *x, **y: 2 * good(*x, **y)"
+    )
+    done, rows = run(code, tmp_path)
+    assert done.returncode == 1 and "2 checks failed" in done.stderr
     assert not [row for row in rows if row["kind"] == "time"]

@@ -105,6 +105,8 @@ SYSTEMS: tuple[System, ...] = (
         "NeurIPS 2026",
         "arXiv:2602.14209",
         "One exact attention pass per block picks the cached tokens for all its denoising steps.",
+        status="works",
+        study="gnomon.studies.mage",
     ),
     System(
         "set-llm",

@@ -267,6 +267,29 @@ def test_training_logits_are_the_samplers(family, shift):
         torch.testing.assert_close(sampled[:, skip:], uncached[:, -4:][:, skip:], atol=1e-5, rtol=1e-5)
 
 
+def test_positions_with_a_gap_are_those_of_a_prefix_with_a_hole(model):
+    """Rotary attention knows distances alone: a common offset changes nothing, a gap between two pieces does."""
+    cfg = config()
+    ids = torch.arange(40, 56).view(1, 16)
+    noisy = ids.clone()
+    noisy[:, 9:11] = MASK
+    plain = denoiser_logits(model, noisy, ids, cfg)[..., :MASK]
+    at = torch.arange(16)[None]
+    torch.testing.assert_close(denoiser_logits(model, noisy, ids, cfg, at)[..., :MASK], plain, rtol=0, atol=0)
+    # Transformers computes angles in float32, whatever the model's dtype.
+    near = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(denoiser_logits(model, noisy, ids, cfg, at + 60)[..., :MASK], plain, **near)
+    gap = denoiser_logits(model, noisy, ids, cfg, at + 60 * (at >= 8))[..., :MASK]
+    torch.testing.assert_close(gap[:, :8], plain[:, :8], **near)
+    assert (gap[:, 8:] - plain[:, 8:]).abs().max() > 1e-2
+    batch = {"input_ids": ids, "noisy_ids": noisy, "weights": (noisy == MASK).double(),
+             "loss_mask": torch.ones_like(ids), "position_ids": at + 60 * (at >= 8)}  # fmt: skip
+    by_hand = -gap.log_softmax(-1).gather(-1, ids[..., None])[0, 9:11].sum() / 16
+    torch.testing.assert_close(DiffusionLoss(cfg)(model, batch), by_hand)
+    with pytest.raises(UsageError, match="position_ids are"):
+        denoiser_logits(model, noisy, ids, cfg, at[:, :8])
+
+
 def test_a_causal_mask_gives_other_logits(model):
     ids, cfg = tokens(1, 8), config()
     noisy = ids.masked_fill(torch.tensor([False, True] * 4), MASK)

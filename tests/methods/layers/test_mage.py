@@ -199,6 +199,21 @@ def test_importance_by_loops(normalise, softcap, monkeypatch):
     torch.testing.assert_close(mean[1], found[1].mean(1))  # a row where none counts
 
 
+@pytest.mark.parametrize("shape", [(40,), (2, 3, 100), (0, 5), (3, 1)])
+def test_top_sets_are_a_stable_sorts(shape):
+    g = torch.Generator().manual_seed(sum(shape))
+    for scores in (
+        torch.rand(shape, generator=g),
+        torch.randint(0, 4, shape, generator=g).float(),  # ties at the border
+        torch.zeros(shape),
+        torch.full(shape, -math.inf),
+        torch.where(torch.rand(shape, generator=g) < 0.2, math.nan, torch.rand(shape, generator=g)),
+    ):
+        for k in (1, 3, 17, 1000):
+            order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+            assert torch.equal(top_sets(scores, k), order.sort(-1).values)
+
+
 def test_block_decode_by_a_mask_for_each_head():
     q, keys, values, own, own_values = drawn()
     idx = torch.stack([torch.randperm(21, generator=torch.Generator().manual_seed(i))[:5] for i in range(4)])

@@ -1,8 +1,10 @@
-"""Sparse decoding: one query row per head against a long cache, of which only some values are read.
+"""Sparse decoding: query rows against a long cache, of which only a part is read.
 
 `sparse_decode` takes the fastest implementation that runs where the tensors are; `choice` says which and why.
 `reference` says what a faster one has to equal, and how it may be cut into chunks. `dense_decode` reads everything by
-the same loop over keys: what this one is compared with.
+the same loop over keys: what this one is compared with. `block_decode` is for the queries of a whole block, which share
+one set of cached keys for each key head, and `exact_with_importance` the pass that such sets are chosen by; their
+reference is `block_reference`.
 """
 
 from __future__ import annotations
@@ -12,42 +14,13 @@ import math
 import torch
 from torch import Tensor
 
-from ...core.errors import UsageError, unknown
-from .. import launch, native
-from ..choosing import Choice, choose, remembered
+from ...core.errors import UsageError
 from ..tracing import is_plain, is_traced, is_transformed
 from . import cpu, reference, triton
+from .backends import BACKENDS, DTYPES, choice, chosen
+from .block import block_decode, exact_with_importance
 
-__all__ = ["BACKENDS", "choice", "dense_decode", "sparse_decode"]
-
-BACKENDS = ("auto", "torch", "triton", *native.ISAS)
-"""`torch` is the reference; Triton and the instruction sets of the compiled library can be named."""
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def choice(device: str = "cpu", *, dtype: torch.dtype = torch.bfloat16, backend: str = "auto") -> Choice:
-    """What runs for caches of this dtype on such a device, and why.
-
-    Raises:
-        UsageError: an unknown backend, or one that was asked for and can't run.
-    """
-    return _choice(device, dtype, backend)
-
-
-@remembered
-def _choice(device: str, dtype: torch.dtype, backend: str) -> Choice:
-    if backend not in BACKENDS:
-        raise unknown("backend", backend, BACKENDS)
-    name = {"torch": "reference"}.get(backend, backend)
-    lacks = () if dtype in native.DTYPES else native.ISAS
-
-    def no_triton() -> str | None:
-        if dtype not in triton.DTYPES:
-            return f"its Triton kernel has no code for {dtype}"
-        return launch.why_not(torch.device("cuda"))
-
-    return choose("sparse_decode", device, name, no_triton, lacks=lacks)
+__all__ = ["BACKENDS", "block_decode", "choice", "dense_decode", "exact_with_importance", "sparse_decode"]
 
 
 def sparse_decode(
@@ -100,7 +73,7 @@ def _sparse(
     visible: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    name = _choice(q.device.type, q.dtype, backend).name
+    name = chosen(q.device.type, q.dtype, backend).name
     if name == "reference":
         return reference.decode(q, k, v, n, oversample, scale, visible)
     if name == "triton":
@@ -156,7 +129,7 @@ def dense_decode(
         )
     q, k, v = q.detach(), k.detach(), v.detach()
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    name = _choice(q.device.type, q.dtype, backend).name
+    name = chosen(q.device.type, q.dtype, backend).name
     if name == "triton":
         return triton.dense_decode(q, k, v, scale, visible)
     if name != "reference":

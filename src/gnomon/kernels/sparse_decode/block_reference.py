@@ -115,9 +115,18 @@ def top_sets(scores: Float[Tensor, "*rest N"], k: int) -> Int[Tensor, "*rest k"]
     """
     if k < 1:
         raise UsageError(f"k={k} would read no token of the prefix. Use 1 or more.")
-    order = scores.sort(dim=-1, descending=True, stable=True).indices  # topk breaks ties as it likes
-    chosen: Tensor = order[..., :k].sort(-1).values
-    return chosen
+    n = scores.shape[-1]
+    if k >= n:
+        return torch.arange(n, device=scores.device).expand(scores.shape)
+    least = scores.topk(k, -1, sorted=False).values.amin(-1, keepdim=True)
+    if bool(least.isnan().any()) or bool(scores.isnan().any()):  # the largest of all, as torch sorts them
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        return order[..., :k].sort(-1).values
+    # topk breaks ties as it likes, so only its least value is used: all above it, and the first ones equal to it.
+    above, equal = scores > least, scores == least
+    missing = k - above.sum(-1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(-1) <= missing))
+    return chosen.nonzero()[:, -1].view(*scores.shape[:-1], k)
 
 
 def gather(x: Float[Tensor, "R H N d"], idx: Int[Tensor, "R H k"]) -> Float[Tensor, "R H k d"]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import native
 from .reference import bucket_count
 
-__all__ = ["dense_decode", "sparse_decode"]
+__all__ = ["block_decode", "block_importance", "dense_decode", "sparse_decode"]
 
 
 def sparse_decode(
@@ -45,6 +45,45 @@ def dense_decode(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor 
         q.data_ptr(), k.data_ptr(), v.data_ptr(), native.DTYPES[q.dtype],
         batch, heads, k.shape[1], k.shape[2], width, strides,
         None if seen is None else seen.data_ptr(), scale, out.data_ptr(),
+    )  # fmt: skip
+    assert not failed, f"the chooser let {isa} through"
+    return out
+
+
+def block_decode(
+    q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, idx: Tensor | None, scale: float, isa: str
+) -> tuple[Tensor, Tensor]:
+    """q (R, Hq, B, d), k and v (R, H, N, d), own ones (R, H, B, d), idx (R, H, k) or None for all -> (out, lse).
+
+    lse (R, Hq, B) is the logarithm of the sum of exponentials of each query's scores, in float32.
+    """
+    q = q.contiguous()
+    k, v, own_k, own_v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v, own_k, own_v))
+    rows, heads, block, width = q.shape
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32)
+    named = None if idx is None else idx.contiguous()
+    strides = [s for t in (k, v, own_k, own_v) for s in t.stride()[:3]]
+    failed = native.library().gnomon_block_decode(
+        native.ISAS.index(isa), torch.get_num_threads(),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), own_k.data_ptr(), own_v.data_ptr(), native.DTYPES[q.dtype],
+        rows, heads, k.shape[1], block, k.shape[2], width, (ctypes.c_int64 * 12)(*strides),
+        None if named is None else named.data_ptr(), 0 if named is None else named.shape[2],
+        scale, out.data_ptr(), lse.data_ptr(),
+    )  # fmt: skip
+    assert not failed, f"the chooser let {isa} through"
+    return out, lse
+
+
+def block_importance(q: Tensor, k: Tensor, lse: Tensor, weights: Tensor, scale: float, isa: str) -> Tensor:
+    """(R, H, N): over a group's heads and the block's queries the sum of weights (R, B) times exp(score - lse)."""
+    q, lse, weights = q.contiguous(), lse.contiguous(), weights.float().contiguous()
+    k = k if k.stride(-1) == 1 else k.contiguous()
+    rows, heads, block, width = q.shape
+    out = torch.empty(rows, k.shape[1], k.shape[2], dtype=torch.float32)
+    failed = native.library().gnomon_block_importance(
+        native.ISAS.index(isa), torch.get_num_threads(), q.data_ptr(), k.data_ptr(), native.DTYPES[q.dtype],
+        rows, heads, k.shape[1], block, k.shape[2], width, (ctypes.c_int64 * 3)(*k.stride()[:3]),
+        lse.data_ptr(), weights.data_ptr(), scale, out.data_ptr(),
     )  # fmt: skip
     assert not failed, f"the chooser let {isa} through"
     return out

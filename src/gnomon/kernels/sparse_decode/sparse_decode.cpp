@@ -4,26 +4,14 @@
 // Keys are scored a tile of 16 at a time against all query heads of their key head, so a key is read once. The tile is
 // turned first: then a score is a lane, and neighbouring positions lie in neighbouring buckets, so that the running
 // maximum of the buckets is a compare and two blends, without sorting and without sums across lanes.
-#include <limits>
 #include <vector>
 
-#include "../include/common.hpp"
+#include "decode.hpp"
 
 // Nothing of the standard library's templates is used inside the instruction sets' regions but what is inlined for
 // certain: their other functions are shared with code for plain processors.
 namespace gnomon {
 namespace {
-
-constexpr float NEVER = -std::numeric_limits<float>::infinity();
-constexpr int64_t TILE = 16;
-constexpr int64_t CHUNK = 4096;  // keys that a dense partial sum covers, whatever the number of threads
-
-// Strides are in elements; the last dimension is dense.
-struct Cache {
-  const void* k;
-  const void* v;
-  int64_t k_batch, k_head, k_row, v_batch, v_head, v_row;
-};
 
 struct Shape {
   int64_t batch, q_heads, k_heads, v_heads, length, d;
@@ -38,16 +26,6 @@ GNOMON_INLINE uint32_t seen(const Shape& s, int64_t b, int64_t j, int64_t count)
   for (int64_t i = 0; i < count; i++) bits |= uint32_t(s.visible[b * s.length + j + i] != 0) << i;
   return bits;
 }
-
-template <class E>
-GNOMON_INLINE float wide(E x);
-template <>
-GNOMON_INLINE float wide<uint16_t>(uint16_t x) { return widen(x); }
-template <>
-GNOMON_INLINE float wide<float>(float x) { return x; }
-
-GNOMON_INLINE void store(uint16_t* out, float x) { *out = narrow(x); }
-GNOMON_INLINE void store(float* out, float x) { *out = x; }
 
 // What a thread works on: keys [from, to) of one key head of one row of the batch.
 struct Task {
@@ -88,6 +66,7 @@ inline int64_t winners(const float* best, const int32_t* at, int64_t buckets, in
 
 namespace scalar_sets {
 #include "tile.inc"
+#include "softmax.inc"
 #include "sparse_decode.inc"
 }  // namespace scalar_sets
 
@@ -95,6 +74,7 @@ namespace scalar_sets {
 GNOMON_TARGET("avx2,fma")
 namespace avx2_sets {
 #include "tile.inc"
+#include "softmax.inc"
 #include "sparse_decode.inc"
 }  // namespace avx2_sets
 GNOMON_TARGET_END
@@ -102,6 +82,7 @@ GNOMON_TARGET_END
 GNOMON_TARGET("avx512f,avx512bw,avx512vl,avx512dq")
 namespace avx512_sets {
 #include "tile.inc"
+#include "softmax.inc"
 #include "sparse_decode.inc"
 }  // namespace avx512_sets
 GNOMON_TARGET_END
@@ -110,6 +91,7 @@ GNOMON_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16")
 namespace avx512_bf16_sets {
 #include "tile.inc"
 #include "tile_bf16.inc"
+#include "softmax.inc"
 #include "sparse_decode.inc"
 }  // namespace avx512_bf16_sets
 GNOMON_TARGET_END

@@ -1,7 +1,7 @@
 """Noised batches: a collator for Transformers' Trainer, a source for `core.train`, and the loss that reads both.
 
-A batch holds `input_ids`, `noisy_ids`, `weights` and `loss_mask`, each (R, L). Noise is drawn where batches are made,
-so that a run that goes on from a checkpoint sees the noise it would have seen.
+A batch holds `input_ids`, `noisy_ids`, `weights` and `loss_mask`, each (R, L), and may hold `position_ids`. Noise is
+drawn where batches are made, so that a run that goes on from a checkpoint sees the noise it would have seen.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class DiffusionLoss:
 
     def terms(self, model: nn.Module, batch: Mapping[str, Tensor]) -> DiffusionTerms:
         """The loss and the unweighted loss of masked tokens."""
-        logits = denoiser_logits(model, batch["noisy_ids"], batch["input_ids"], self.cfg)
+        at = batch.get("position_ids")
+        logits = denoiser_logits(model, batch["noisy_ids"], batch["input_ids"], self.cfg, at)
         return weighted_terms(logits, batch["input_ids"], batch["weights"], batch["loss_mask"].bool())
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

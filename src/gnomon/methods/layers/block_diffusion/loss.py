@@ -105,23 +105,30 @@ def denoiser_logits(
     noisy_ids: Int[Tensor, "R L"],
     input_ids: Int[Tensor, "R L"],
     cfg: BlockDiffusionConfig,
+    position_ids: Int[Tensor, "_ _"] | None = None,
 ) -> Float[Tensor, "R L V"]:
     """Logits of every token given its noisy block and the clean blocks before; −∞ for the mask token.
 
+    Args:
+        position_ids: (R, L) of the tokens, the same in both halves; 0 to L − 1 by default. Others let short rows stand
+            for long texts of which blocks were left out.
+
     Raises:
-        UsageError: L isn't whole blocks, or a model that can't be one.
+        UsageError: L isn't whole blocks, positions of another shape, or a model that can't be one.
     """
     rows, length = input_ids.shape
     require_blocks(length, cfg.block_size)
     require_fit(model, cfg)
     device = input_ids.device
-    at = torch.arange(length, device=device)
+    at = torch.arange(length, device=device).expand(rows, -1) if position_ids is None else position_ids
+    if at.shape != input_ids.shape:
+        raise UsageError(f"position_ids are {list(at.shape)}, but the tokens {list(input_ids.shape)}.")
     seen = block_diff_mask(length, cfg.block_size, device)[None, None]
     keep = sources(length, cfg.block_size, shift=cfg.token_shift, device=device)
     less = takes(unwrap(model), "logits_to_keep")
     logits = model(
         input_ids=torch.cat([noisy_ids, input_ids], 1),
-        position_ids=torch.cat([at, at]).expand(rows, -1),
+        position_ids=torch.cat([at, at], 1).to(device),
         attention_mask=as_given(seen, model),
         use_cache=False,
         **({"logits_to_keep": keep} if less else {}),
