@@ -83,26 +83,37 @@ def run(
         UsageError: unknown mode; arrays that don't belong together.
         GnomonError: no compiled library, or no memory.
     """
-    for kind, value, known in (("order", order, ORDERS), ("budget", budget, BUDGETS), ("admit", admit, ADMITS)):
+    for kind, value, known in (
+        ("order", order, ORDERS),
+        ("budget", budget, BUDGETS),
+        ("admit", admit, ADMITS),
+    ):
         if value not in known:
             raise unknown(kind, value, known)
     columns: list[NDArray[Any]] = [np.ascontiguousarray(time, dtype=np.float64)]
-    columns += [
-        np.ascontiguousarray(c, dtype=np.int64) for c in (conversation, prompt, response, following)
-    ]
+    columns += [np.ascontiguousarray(c, dtype=np.int64) for c in (conversation, prompt, response, following)]
     drawn = np.ascontiguousarray([] if samples is None else samples, dtype=np.int64)
     _check(columns, conversations, capacity, block, order, drawn)
     if reason := native.problem():
-        raise GnomonError(f"The compiled cache simulator can't run here: {reason}. The reference runs anywhere.")
+        raise GnomonError(
+            f"The compiled cache simulator can't run here: {reason}. The reference runs anywhere."
+        )
     out = np.empty(len(columns[0]), dtype=np.int64)
     numbers = np.array(
-        [len(out), conversations, capacity, block, forced, ORDERS.index(order), BUDGETS.index(budget)]
-        + [ADMITS.index(admit), min_len, xi, qhat, len(drawn)],
+        [
+            *(len(out), conversations, capacity, block, forced),
+            *(ORDERS.index(order), BUDGETS.index(budget), ADMITS.index(admit)),
+            *(min_len, xi, qhat, len(drawn)),
+        ],
         dtype=np.int64,
     )
     rates = np.array([death_rate, turn_rate], dtype=np.float64)
     status = native.library().gnomon_cache_sim(
-        numbers.ctypes.data, rates.ctypes.data, *(c.ctypes.data for c in columns), drawn.ctypes.data, out.ctypes.data
+        numbers.ctypes.data,
+        rates.ctypes.data,
+        *(c.ctypes.data for c in columns),
+        drawn.ctypes.data,
+        out.ctypes.data,
     )
     if status:
         raise GnomonError("The compiled cache simulator ran out of memory.")
@@ -124,8 +135,10 @@ def _check(
         raise UsageError(f"cache_sim: columns of shapes {[c.shape for c in columns]} must have one length.")
     if capacity < 0 or block < 1:
         raise UsageError(f"cache_sim: capacity={capacity} must be ≥ 0 and block={block} ≥ 1.")
-    if n and not 0 <= int(conversation.min()) <= int(conversation.max()) < conversations:
-        raise UsageError(f"cache_sim: codes of conversations must lie in [0, {conversations}).")
+    if conversations > 2**31 - 2 or (
+        n and not 0 <= int(conversation.min()) <= int(conversation.max()) < conversations
+    ):
+        raise UsageError(f"cache_sim: codes of conversations must lie in [0, {conversations}), below 2^31.")
     if n and (int(following.max()) >= n or int(following.min()) < -1):
         raise UsageError(f"cache_sim: following must be indices below {n}, or −1.")
     if n and (min(int(prompt.min()), int(response.min())) < 0 or int(prompt.sum() + response.sum()) > 2**53):

@@ -120,14 +120,15 @@ class Cache {
     return s.order == ARRIVAL ? since[c] : count[c];
   }
 
-  // First sample that reaches the last of `blocks` cached ones.
+  // Samples that don't reach the last of `blocks` cached ones.
   int64_t first_sample(int32_t c, int64_t blocks) const {
     const int64_t shortest = blocks - history[c] + s.xi;
     return std::lower_bound(samples, samples + s.samples, shortest) - samples;
   }
 
-  double value(int32_t c, int64_t blocks) const {
-    const double weight = turn_rate * (double(s.samples - first_sample(c, blocks)) / double(s.samples));
+  // What a block costs that the samples from `first` on reach.
+  double value(int32_t c, int64_t first) const {
+    const double weight = turn_rate * (double(s.samples - first) / double(s.samples));
     const volatile double aged = death_rate * time[last[c]];  // volatile: no fused multiply-add, as in Python
     return weight > 0 ? std::log(weight) + aged : -std::numeric_limits<double>::infinity();
   }
@@ -139,7 +140,7 @@ class Cache {
       all.append(c);
       if (over) safe.append(c);
     } else if (s.order == EXPECTED) {
-      by_value.push({value(c, held[c]), last[c], c, version[c]});
+      by_value.push({value(c, first_sample(c, held[c])), last[c], c, version[c]});
     } else {
       by_key.push({key(c), last[c], c, version[c]});
       if (over) safe_by_key.push({key(c), last[c], c, version[c]});
@@ -183,18 +184,31 @@ class Cache {
   }
 
   void evict_expected() {
-    while (used > s.capacity && !by_value.empty()) {
-      const Entry<double> top = by_value.top();
+    while (used > s.capacity && drop_stale()) {
+      Entry<double> top = by_value.top();
       const int32_t c = top.conversation;
       by_value.pop();
-      if (top.version != version[c]) continue;
-      // Blocks of one value go together: the value changes where a shorter prompt begins to count.
-      const int64_t at = first_sample(c, held[c]);
-      int64_t same = held[c];
-      if (at > 0) same = std::min(same, held[c] - history[c] + s.xi - samples[at - 1]);
-      cut(c, held[c] - same);
-      if (held[c] > 0) by_value.push({value(c, held[c]), last[c], c, version[c]});
+      // All blocks go that cost no more than the next conversation's: those that only samples from `low` on reach.
+      int64_t low = 0, high = first_sample(c, held[c]);
+      if (drop_stale()) {
+        const Entry<double>& next = by_value.top();
+        while (low < high) {
+          const int64_t middle = low + (high - low) / 2;
+          const double cost = value(c, middle);
+          if (cost < next.key || (cost == next.key && top.turn < next.turn)) high = middle;
+          else low = middle + 1;
+        }
+      }
+      const int64_t down_to = low == 0 || high == 0 ? 0 : samples[high - 1] + history[c] - s.xi;
+      cut(c, std::min(held[c], std::max<int64_t>(0, down_to)));
+      if (held[c] > 0) by_value.push({value(c, first_sample(c, held[c])), last[c], c, version[c]});
     }
+  }
+
+  // Whether an entry is left once those that no longer count are gone.
+  bool drop_stale() {
+    while (!by_value.empty() && by_value.top().version != version[by_value.top().conversation]) by_value.pop();
+    return !by_value.empty();
   }
 };
 

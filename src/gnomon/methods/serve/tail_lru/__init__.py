@@ -26,6 +26,8 @@ from .foresight import Belady, EndAware, LengthAware, TailOptimizedBelady
 from .latency import LatencyModel, PolicySettings, settings_for_slo, tel_safe_budget
 from .optimum import lp_optimal_tel
 from .policies import LRU, EvictionPolicy, Policy, TailOptimizedLRU, ThresholdLRU
+from .prefix import PrefixResult, PrefixTrace, simulate_prefixes
+from .readers import FORMATS, detect_format, read_trace
 from .references import ARC, FIFO, LFU, SLRU
 from .simulate import CacheSimResult, simulate
 from .trace import Trace, TraceOracle, Turn, synthetic
@@ -33,12 +35,14 @@ from .trace import Trace, TraceOracle, Turn, synthetic
 __all__ = [
     "ARC",
     "FIFO",
+    "FORMATS",
     "LFU",
     "LRU",
     "SLRU",
     "AdaptiveTailOptimizedLRU",
     "Belady",
     "CacheSimResult",
+    "ConversationKVStore",
     "EndAware",
     "EvictionPolicy",
     "ExpectedTailOptimizedLRU",
@@ -46,15 +50,29 @@ __all__ = [
     "LengthAware",
     "Policy",
     "PolicySettings",
+    "PrefixResult",
+    "PrefixTrace",
     "TailOptimizedBelady",
     "TailOptimizedLRU",
     "ThresholdLRU",
     "Trace",
     "TraceOracle",
     "Turn",
+    "detect_format",
     "lp_optimal_tel",
+    "read_trace",
     "settings_for_slo",
     "simulate",
+    "simulate_prefixes",
     "synthetic",
     "tel_safe_budget",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """The store imports torch, which the policies don't need."""
+    if name in ("ConversationKVStore", "Served"):
+        from . import store
+
+        return getattr(store, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

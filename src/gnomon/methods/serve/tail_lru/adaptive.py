@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -66,9 +67,9 @@ class AdaptiveTailOptimizedLRU(TailOptimizedLRU):
             rank = math.ceil(self.percentile / 100 * self.window)
             self.current = min(self.threshold, math.floor(self.share * sorted(self.served)[rank - 1]))
 
-    def budget(self, conv_id: object) -> int:
+    def budget(self, conv_id: Hashable) -> int:
         """B with the ξ of the moment."""
-        return max(0, self.history[conv_id] + self.next_prompt_estimate - self.current)  # type: ignore[index]
+        return max(0, self.history[conv_id] + self.next_prompt_estimate - self.current)
 
     def compiled(self) -> Compiled | None:
         """None: it runs in Python only."""

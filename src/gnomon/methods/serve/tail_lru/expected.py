@@ -44,8 +44,12 @@ class ExpectedTailOptimizedLRU(Policy):
     def __post_init__(self) -> None:
         whole("ExpectedTailOptimizedLRU: threshold", self.threshold)
         if not len(self.prompt_lengths):
-            raise UsageError("ExpectedTailOptimizedLRU: prompt_lengths is empty; give observed lengths, in blocks.")
-        self._lengths = sorted(whole("prompt_lengths", int(q) if q == int(q) else q) for q in self.prompt_lengths)
+            raise UsageError(
+                "ExpectedTailOptimizedLRU: prompt_lengths is empty; give observed lengths, in blocks."
+            )
+        self._lengths = sorted(
+            whole("prompt_lengths", int(q) if q == int(q) else q) for q in self.prompt_lengths
+        )
         if not 0 <= number(self.death_rate) < math.inf:
             raise UsageError(f"death_rate={self.death_rate!r} must be a finite number ≥ 0 per second.")
         rates = self.turn_rate.values() if isinstance(self.turn_rate, Mapping) else [self.turn_rate]
@@ -59,7 +63,12 @@ class ExpectedTailOptimizedLRU(Policy):
         self.last.clear()
 
     def on_turn(
-        self, conv_id: Hashable, now: float, history_len: int, cacheable: int | None = None, forced: bool = False
+        self,
+        conv_id: Hashable,
+        now: float,
+        history_len: int,
+        cacheable: int | None = None,
+        forced: bool = False,
     ) -> int:
         """See :class:`EvictionPolicy`."""
         self.last[conv_id] = now

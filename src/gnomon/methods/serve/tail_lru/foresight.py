@@ -37,7 +37,12 @@ class _Seeing(Policy):
         self.turns.clear()
 
     def on_turn(
-        self, conv_id: Hashable, now: float, history_len: int, cacheable: int | None = None, forced: bool = False
+        self,
+        conv_id: Hashable,
+        now: float,
+        history_len: int,
+        cacheable: int | None = None,
+        forced: bool = False,
     ) -> int:
         """See :class:`EvictionPolicy`."""
         self.turns[conv_id] = self.turns.get(conv_id, 0) + 1

@@ -31,7 +31,12 @@ class EvictionPolicy(Protocol):
         ...
 
     def on_turn(
-        self, conv_id: Hashable, now: float, history_len: int, cacheable: int | None = None, forced: bool = False
+        self,
+        conv_id: Hashable,
+        now: float,
+        history_len: int,
+        cacheable: int | None = None,
+        forced: bool = False,
     ) -> int:
         """A turn was served; returns how many blocks are kept of it (before anything is evicted).
 
@@ -131,7 +136,12 @@ class Policy:
         self.history.clear()
 
     def on_turn(
-        self, conv_id: Hashable, now: float, history_len: int, cacheable: int | None = None, forced: bool = False
+        self,
+        conv_id: Hashable,
+        now: float,
+        history_len: int,
+        cacheable: int | None = None,
+        forced: bool = False,
     ) -> int:
         """See :class:`EvictionPolicy`."""
         self.history[conv_id] = history_len

@@ -47,7 +47,12 @@ class FIFO(_Ordered):
         self.clock = 0
 
     def on_turn(
-        self, conv_id: Hashable, now: float, history_len: int, cacheable: int | None = None, forced: bool = False
+        self,
+        conv_id: Hashable,
+        now: float,
+        history_len: int,
+        cacheable: int | None = None,
+        forced: bool = False,
     ) -> int:
         """See :class:`EvictionPolicy`."""
         self.clock += 1
@@ -76,14 +81,21 @@ class LFU(_Ordered):
         self.turns.clear()
 
     def on_turn(
-        self, conv_id: Hashable, now: float, history_len: int, cacheable: int | None = None, forced: bool = False
+        self,
+        conv_id: Hashable,
+        now: float,
+        history_len: int,
+        cacheable: int | None = None,
+        forced: bool = False,
     ) -> int:
         """See :class:`EvictionPolicy`."""
         self.turns[conv_id] = self.turns.get(conv_id, 0) + 1
         return super().on_turn(conv_id, now, history_len, cacheable, forced)
 
     def _order(self) -> list[Hashable]:
-        return sorted(self.cached, key=lambda conv: self.turns[conv])  # stable: the book is ordered by last turn
+        return sorted(
+            self.cached, key=lambda conv: self.turns[conv]
+        )  # stable: the book is ordered by last turn
 
     def compiled(self) -> Compiled | None:
         """See :class:`Policy`."""
@@ -115,7 +127,12 @@ class SLRU(_Ordered):
         self.protected.clear()
 
     def on_turn(
-        self, conv_id: Hashable, now: float, history_len: int, cacheable: int | None = None, forced: bool = False
+        self,
+        conv_id: Hashable,
+        now: float,
+        history_len: int,
+        cacheable: int | None = None,
+        forced: bool = False,
     ) -> int:
         """See :class:`EvictionPolicy`."""
         returned = conv_id in self.cached
@@ -166,7 +183,12 @@ class ARC(_Ordered):
         self.target = 0.0
 
     def on_turn(
-        self, conv_id: Hashable, now: float, history_len: int, cacheable: int | None = None, forced: bool = False
+        self,
+        conv_id: Hashable,
+        now: float,
+        history_len: int,
+        cacheable: int | None = None,
+        forced: bool = False,
     ) -> int:
         """See :class:`EvictionPolicy`."""
         once, again = (sum(ghosts.values()) for ghosts in self.ghosts)

@@ -22,44 +22,33 @@ from .latency import LatencyModel
 from .policies import EvictionPolicy, Policy, whole
 from .trace import Floats, Ints, Trace, as_trace
 
-__all__ = ["Caching", "CacheSimResult", "choose", "simulate"]
+__all__ = ["CacheSimResult", "Caching", "Measured", "choose", "simulate"]
 
 Caching = Literal["optional", "forced"]
 Impl = Literal["auto", "compiled", "reference"]
 
 
-@dataclass(frozen=True, eq=False)
-class CacheSimResult:
-    """What each of n turns cost.
+class Measured:
+    """Times and tails of served requests, from their uncached lengths."""
 
-    Attributes:
-        trace: the turns.
-        cached: x (n,), blocks that were cached on arrival.
-        latency: turns lengths into seconds.
-        block_size: lengths in the trace per block; 1 where the trace is in blocks already.
-        impl: what ran, `compiled` or `reference`.
-    """
-
-    trace: Trace
-    cached: Ints
     latency: LatencyModel
-    block_size: int = 1
-    impl: str = "reference"
 
     @property
     def uncached(self) -> Ints:
         """b (n,) in the trace's unit: history plus prompt, less what was cached."""
-        return self.trace.history + self.trace.prompt - self.cached * self.block_size
+        raise NotImplementedError
+
+    @property
+    def first_turn(self) -> NDArray[np.bool_]:
+        """Which of them no cache could have served (n,)."""
+        raise NotImplementedError
 
     @property
     def ttft(self) -> Floats:
         """Seconds to the first token (n,). The latency model is per unit of the trace."""
-        return self.latency.beta_s + self.latency.alpha_s_per_block * self.uncached
-
-    @property
-    def hit_tokens(self) -> int:
-        """Cached lengths over all turns, in the trace's unit."""
-        return int(self.cached.sum()) * self.block_size
+        return np.asarray(
+            self.latency.beta_s + self.latency.alpha_s_per_block * self.uncached, dtype=np.float64
+        )
 
     def tel(self, xi: int) -> int:
         r"""Tail excess :math:`\sum (b - \xi)^+` in the trace's unit; times α it is the paper's TEL in seconds."""
@@ -81,11 +70,45 @@ class CacheSimResult:
             raise UsageError(f"violation_rate({slo_s!r}): the SLO is a number of seconds ≥ 0.")
         return float((self._times(first_turns) > slo_s).mean())
 
-    def _times(self, first_turns: bool) -> NDArray[np.float64]:
-        times = self.ttft if first_turns else self.ttft[~self.trace.first_turn]
+    def _times(self, first_turns: bool) -> Floats:
+        times = self.ttft if first_turns else self.ttft[~self.first_turn]
         if not len(times):
             raise UsageError("No turn to count: the trace is empty, or every conversation has one turn only.")
         return times
+
+
+@dataclass(frozen=True, eq=False)
+class CacheSimResult(Measured):
+    """What each of n turns cost.
+
+    Attributes:
+        trace: the turns.
+        cached: x (n,), blocks that were cached on arrival.
+        latency: turns lengths into seconds.
+        block_size: lengths in the trace per block; 1 where the trace is in blocks already.
+        impl: what ran, `compiled` or `reference`.
+    """
+
+    trace: Trace
+    cached: Ints
+    latency: LatencyModel
+    block_size: int = 1
+    impl: str = "reference"
+
+    @property
+    def uncached(self) -> Ints:
+        """See :class:`Measured`."""
+        return self.trace.history + self.trace.prompt - self.cached * self.block_size
+
+    @property
+    def first_turn(self) -> NDArray[np.bool_]:
+        """See :class:`Measured`."""
+        return self.trace.first_turn
+
+    @property
+    def hit_tokens(self) -> int:
+        """Cached lengths over all turns, in the trace's unit."""
+        return int(self.cached.sum()) * self.block_size
 
 
 def choose(policy: EvictionPolicy, impl: str = "auto") -> tuple[str, str]:
@@ -180,7 +203,9 @@ def _reference(trace: Trace, policy: EvictionPolicy, capacity: int, block: int, 
         total = history + turn.prompt_len + turn.response_len
         keep = policy.on_turn(conv, turn.time, -(-total // block), total // block, forced)
         if not 0 <= keep <= total // block:
-            raise GnomonError(f"{type(policy).__name__} keeps {keep} of {total // block} blocks at turn {at}.")
+            raise GnomonError(
+                f"{type(policy).__name__} keeps {keep} of {total // block} blocks at turn {at}."
+            )
         used += keep - has
         cached[conv] = keep
         if used > capacity:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from gnomon.core.errors import UsageError, number
 
@@ -75,7 +75,9 @@ class Trace:
             codes.setdefault(row.conversation, len(codes))
             for name, value in (("prompt_len", row.prompt_len), ("response_len", row.response_len)):
                 if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                    raise UsageError(f"Turn {at}: {name}={value!r} must be a whole number of tokens or blocks.")
+                    raise UsageError(
+                        f"Turn {at}: {name}={value!r} must be a whole number of tokens or blocks."
+                    )
         return cls(
             np.array([number(row.time) for row in rows], dtype=np.float64),
             np.array([codes[row.conversation] for row in rows], dtype=np.int64),
