@@ -275,6 +275,19 @@ def _wildchat(entries: Iterator[Entry], count: Callable[[str], int]) -> Iterator
                 raise UsageError(
                     f"Line {at}: turn {turn + 1} of conversation {entry['conversation_hash']!r} has no timestamp."
                 )
+            when, name = _seconds(found, at, "timestamp"), str(entry["conversation_hash"])
+            yield at, Turn(when, name, count(str(asked["content"])), count(str(answered.get("content", ""))))
+
+
+def _sharegpt(
+    entries: Iterator[Entry], count: Callable[[str], int], generator: np.random.Generator
+) -> Iterator[tuple[int, Turn]]:
+    start = 0.0
+    for at, entry in entries:
+        start += generator.exponential(1.0)
+        time = start
+        people, machines = {"human", "user"}, {"gpt", "chatgpt", "assistant", "bing", "bard"}
+        for asked, answered in _exchanges(at, entry["conversations"], "from", "value", people, machines):
             name, answer = f"{entry.get('id', '')}@{at}", str(answered.get("value", ""))
             yield at, Turn(time, name, count(str(asked["value"])), count(answer))
             time += generator.exponential(1 / 3)

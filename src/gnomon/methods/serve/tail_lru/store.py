@@ -1,8 +1,8 @@
 """Real KV caches of conversations for Transformers models, under a policy; it measures the time to the first token.
 
 One `DynamicCache` a conversation, in tokens. A turn feeds what isn't cached of history and prompt, then decodes
-greedily; trimming crops the cache. What is kept are histories' fronts, so a later turn's tokens are those without a cache, up to
-the rounding of a prefill in two parts.
+greedily; trimming crops the cache. What is kept are histories' fronts, so a later turn's tokens are those without a
+cache, up to the rounding of a prefill in two parts.
 """
 
 from __future__ import annotations
