@@ -9,6 +9,10 @@ from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+
+from gnomon.core.errors import UsageError
+
 from .latency import tel_safe_budget
 from .policies import Compiled, Plan, Policy, TailOptimizedLRU, Trims, whole
 from .trace import Trace, TraceOracle
@@ -29,6 +33,23 @@ class _Seeing(Policy):
 
     def __post_init__(self) -> None:
         self._known = TraceOracle.of(self.oracle)
+
+    def check_trace(self, trace: Trace) -> None:
+        """Refuse to run on another trace than the one that is known.
+
+        Raises:
+            UsageError: it is another one.
+        """
+        known = self._known.trace
+        if trace is not known and not (
+            trace.names == known.names
+            and np.array_equal(trace.conversation, known.conversation)
+            and np.array_equal(trace.prompt, known.prompt)
+        ):
+            raise UsageError(
+                f"{type(self).__name__} knows a trace of {len(known)} turns and was given another one of {len(trace)}: a "
+                "policy with foresight must be given the trace that it is run on."
+            )
 
     def reset(self) -> None:
         """Forget everything but the settings."""

@@ -170,6 +170,8 @@ def simulate(
     if caching == "forced" or oversize == "raise":
         _refuse_oversize(turns, capacity, block_size, caching)
     name, _ = choose(policy, impl)
+    if (check := getattr(policy, "check_trace", None)) is not None:
+        check(turns)
     forced = caching == "forced"
     run = _compiled if name == "compiled" else _reference
     cached = run(turns, policy, capacity, block_size, forced)
