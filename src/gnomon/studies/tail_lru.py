@@ -186,8 +186,8 @@ class TailLRUStudy(StudyConfig):
         super().check()
         if self.qhat > min(self.capacities):
             raise UsageError(
-                f"A capacity of {min(self.capacities)} tokens is below one request, whose prompt has {self.qhat} tokens "
-                "in the mean. Take larger capacities, or a smaller qhat."
+                f"A capacity of {min(self.capacities)} tokens is below one request: its prompt alone has {self.qhat} "
+                "in the mean (qhat). Take larger capacities, or a smaller qhat."
             )
         if self.trace:
             part = trace_of(self.trace, self.format, "all", self.requests or None)
@@ -209,10 +209,8 @@ class TailLRUStudy(StudyConfig):
             for capacity in self.capacities:
                 for xi_ms in swept:
                     for seed in lab.seeds:
-                        lab.stage(
-                            sweep, policy=name, capacity=capacity, xi_ms=xi_ms, reference_ms=self.reference_ms, seed=seed,
-                            **shared,
-                        )  # fmt: skip
+                        cell = {"policy": name, "capacity": capacity, "xi_ms": xi_ms, "seed": seed}
+                        lab.stage(sweep, reference_ms=self.reference_ms, **cell, **shared)
         grid = {"capacity": self.capacities, "xi_ms": self.thresholds_ms}
         for what, _ in LETTERS.values():
             tuned = tune(lab, gain, grid=grid, seeds=self.tuning_seeds, score=what, better="higher", **shared)

@@ -18,8 +18,8 @@ THRESHOLDED = ("t-lru", "et-lru", "end-aware", "length-aware", "tail-belady", "a
 def make(name: str, trace: Trace, capacity: int, xi: int, qhat: int, seed: int) -> EvictionPolicy:
     """A policy for a trace; `xi` and `qhat` in tokens.
 
-    Expected-T-LRU draws its lengths from a trace of another seed, and takes the generator's death rate: with the mean of
-    3.5 turns at 3 a second, a conversation dies after 3.5 / 3 s in the mean.
+    Expected-T-LRU draws its lengths from a trace of another seed, and takes the generator's death rate: with 3.5 turns
+    at 3 a second, a conversation dies after 3.5 / 3 s in the mean.
     """
     import numpy as np
 

@@ -161,9 +161,9 @@ def measured(
 ) -> dict[str, Any]:
     """Time to the first token of a real model, from a store with room for a share of all tokens. Exclusive.
 
-    Conversations have the card's numbers of turns and its spread of prompt lengths; the latency model is fitted on
-    prefills beforehand, ξ is the `quantile` of LRU's uncached lengths in a simulation of the same turns, so that nothing
-    is tuned on what is measured. Policies take turns conversation trace by conversation trace, in alternating order.
+    Conversations have the card's numbers of turns and its spread of prompt lengths. The latency model is fitted on
+    prefills beforehand; ξ is the `quantile` of LRU's uncached lengths in a simulation of the same turns, so that
+    nothing is tuned on what is measured. Which policy goes first alternates between seeds.
     """
     import time
 

@@ -118,6 +118,7 @@ def optimum(ctx: StageContext, *, count: int, seed: int) -> None:
 def expected(ctx: StageContext, *, count: int, seed: int) -> None:
     """Expected-T-LRU against the best of all allocations of the blocks that stay."""
     import itertools
+    import math
 
     import numpy as np
 
@@ -133,13 +134,11 @@ def expected(ctx: StageContext, *, count: int, seed: int) -> None:
         for i, x in enumerate(held):
             policy.on_turn(i, float(i), length[i], x)
         gone = int(rng.integers(1, sum(held) + 1))
+        alive = [rates[i] * math.exp(-0.4 * (5.0 - i)) for i in range(3)]
         cost = [
-            [
-                rates[i] * float(np.exp(-0.4 * (5.0 - i))) * float(np.mean([max(0, length[i] + q - y - xi) for q in samples]))
-                for y in range(x + 1)
-            ]
+            [alive[i] * sum(max(0, length[i] + q - y - xi) for q in samples) / 4 for y in range(x + 1)]
             for i, x in enumerate(held)
-        ]  # fmt: skip
+        ]
         left = dict(policy.victims(gone))
         mine = sum(cost[i][left.get(i, x)] for i, x in enumerate(held))
         best = min(
@@ -261,16 +260,9 @@ def gain(
     from gnomon.methods.serve.tail_lru import LatencyModel, simulate
 
     trace, latency = drawn(turns, seed), LatencyModel(alpha_ms / 1e3)
+    xi = blocks(xi_ms, alpha_ms)
     mine, other = (
-        tails(
-            simulate(
-                trace,
-                make(name, trace, capacity, blocks(xi_ms, alpha_ms), qhat, seed),
-                capacity,
-                latency=latency,
-            ),
-            slo_ms,
-        )
+        tails(simulate(trace, make(name, trace, capacity, xi, qhat, seed), capacity, latency=latency), slo_ms)
         for name in (METHOD, LRU)
     )
     return lowered(mine, other)

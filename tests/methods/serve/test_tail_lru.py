@@ -1,5 +1,5 @@
-"""Sources of truth: the paper's examples by hand, linear programs, brute force over all allocations, and limits in which
-one policy must be another, on thousands of random traces.
+"""Sources of truth: the paper's examples by hand, linear programs, brute force over all allocations, and limits in
+which one policy must be another, on thousands of random traces.
 """
 
 from __future__ import annotations
@@ -271,16 +271,17 @@ def test_expected_form_is_the_best_of_all_allocations() -> None:
             policy.on_turn(k, float(k), int(length + rng.integers(0, 3)), int(length))
         n = int(rng.integers(1, lengths.sum() + 1))
 
-        def cost(left: tuple[int, ...]) -> float:
-            return sum(
+        price = [
+            [
                 policy.belief(k, 5.0) * np.mean([max(0, policy.history[k] + q - x - xi) for q in samples])
-                for k, x in enumerate(left)
-            )
-
+                for x in range(8)
+            ]
+            for k in range(3)
+        ]
         found = dict(policy.victims(n))
-        mine = cost(tuple(found.get(k, int(x)) for k, x in enumerate(lengths)))
+        mine = sum(price[k][found.get(k, int(x))] for k, x in enumerate(lengths))
         every = [
-            cost(left)
+            sum(price[k][x] for k, x in enumerate(left))
             for left in itertools.product(*(range(x + 1) for x in lengths.tolist()))
             if sum(left) == lengths.sum() - n
         ]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gnomon.core.errors import UsageError
+from gnomon.core.seeding import seeded
 from gnomon.core.tiny import build
 from gnomon.methods.serve.tail_lru import (
     LRU,
@@ -14,6 +15,11 @@ from gnomon.methods.serve.tail_lru import (
     TailOptimizedLRU,
     ThresholdLRU,
 )
+
+
+def tiny() -> torch.nn.Module:
+    with seeded(0):
+        return build("tiny:llama-10k")
 
 
 def chat(seed: int, turns: int = 10) -> list[tuple[str, list[int]]]:
@@ -37,7 +43,7 @@ def plain(model: torch.nn.Module, history: list[int], n: int) -> list[int]:
     ids=lambda policy: policy.name,
 )
 def test_same_tokens_as_without_a_cache(policy: LRU) -> None:
-    model = build("tiny:llama-10k", seed=0).double()
+    model = tiny().double()
     store = ConversationKVStore(model, 40, policy)
     histories: dict[str, list[int]] = {}
     reused = 0
@@ -54,7 +60,7 @@ def test_same_tokens_as_without_a_cache(policy: LRU) -> None:
 
 
 def test_memory_comes_back() -> None:
-    model = build("tiny:llama-10k", seed=0)
+    model = tiny()
     store = ConversationKVStore(model, 1000, LRU())
     store.serve("A", list(range(50)), 2)
     config = model.config
@@ -67,7 +73,7 @@ def test_memory_comes_back() -> None:
 
 
 def test_a_stop_token_ends_a_turn() -> None:
-    model = build("tiny:llama-10k", seed=0)
+    model = tiny()
     first = ConversationKVStore(model, 100, LRU()).serve("A", [1, 2, 3], 5).tokens
     assert (
         ConversationKVStore(model, 100, LRU()).serve("A", [1, 2, 3], 5, stop=[first[0]]).tokens == first[:1]
@@ -85,7 +91,7 @@ def test_store_refusals() -> None:
     )  # fmt: skip
     with pytest.raises(UsageError, match="don't hold every token"):
         ConversationKVStore(sliding, 10, LRU())
-    model = build("tiny:llama-10k", seed=0)
+    model = tiny()
     with pytest.raises(UsageError, match="capacity_tokens=-1"):
         ConversationKVStore(model, -1, LRU())
     store = ConversationKVStore(model, 10, LRU())

@@ -1,4 +1,4 @@
-"""Trace files in every format, with the line of each mistake; prefix trees by hand and against the conversation form."""
+"""Trace files in every format, with the line of each mistake; prefix trees by hand and against conversations."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_ties_can_be_kept(tmp_path: Path) -> None:
 
 def test_unknown_files_and_formats(tmp_path: Path) -> None:
     path = write(tmp_path, "t.jsonl", [turn(0)])
-    with pytest.raises(UsageError, match="Unknown trace format 'wildchatt'. Did you mean 'wildchat'"):
+    with pytest.raises(UsageError, match=r"Unknown trace format 'wildchatt'. Did you mean 'wildchat'"):
         read_trace(path, "wildchatt")
     with pytest.raises(UsageError, match="There is no trace"):
         read_trace(tmp_path / "missing.jsonl")
@@ -119,7 +119,8 @@ def test_wildchat(tmp_path: Path) -> None:
 def test_sharegpt(tmp_path: Path) -> None:
     chats = [
         {"id": f"c{k}", "conversations": [
-            {"from": "system", "value": "sys!"}, {"from": "human", "value": "x" * 8}, {"from": "gpt", "value": "y" * 12},
+            {"from": "system", "value": "sys!"}, {"from": "human", "value": "x" * 8},
+            {"from": "gpt", "value": "y" * 12},
             {"from": "human", "value": "x" * 4}, {"from": "gpt", "value": "y" * 4},
         ]} for k in range(200)
     ]  # fmt: skip
@@ -222,7 +223,7 @@ def test_trees_of_conversations_are_the_conversations() -> None:
 
 def test_prefix_refusals() -> None:
     trace = prefixes([0, 1])
-    with pytest.raises(UsageError, match="Unknown policy 'tlru'. Did you mean 't-lru'"):
+    with pytest.raises(UsageError, match=r"Unknown policy 'tlru'. Did you mean 't-lru'"):
         simulate_prefixes(trace, "tlru", 3)
     with pytest.raises(UsageError, match="capacity=-3"):
         simulate_prefixes(trace, "lru", -3)

@@ -47,8 +47,8 @@ class _Seeing(Policy):
             and np.array_equal(trace.prompt, known.prompt)
         ):
             raise UsageError(
-                f"{type(self).__name__} knows a trace of {len(known)} turns and was given another one of {len(trace)}: a "
-                "policy with foresight must be given the trace that it is run on."
+                f"{type(self).__name__} knows a trace of {len(known)} turns and was given another one of {len(trace)}: "
+                "a policy with foresight must be given the trace that it is run on."
             )
 
     def reset(self) -> None:
