@@ -128,6 +128,7 @@ class TailLRUStudy(StudyConfig):
             "special_traces": 50,
             "sizes": (10, 100, 1000),
             "conversations": 4,
+            "mean_prompt": 15.0,
         },
         "full": {
             "tuning_seeds": (1000, 1001, 1002, 1003, 1004),
@@ -209,7 +210,7 @@ class TailLRUStudy(StudyConfig):
             for capacity in self.capacities:
                 for xi_ms in swept:
                     for seed in lab.seeds:
-                        cell = {"policy": name, "capacity": capacity, "xi_ms": xi_ms, "seed": seed}
+                        cell: dict[str, Any] = {"policy": name, "capacity": capacity, "xi_ms": xi_ms, "seed": seed}
                         lab.stage(sweep, reference_ms=self.reference_ms, **cell, **shared)
         grid = {"capacity": self.capacities, "xi_ms": self.thresholds_ms}
         for what, _ in LETTERS.values():

@@ -20,6 +20,8 @@ Limits: TTFT is linear in uncached blocks, which holds while prefills aren't bat
 [50, 0]
 """
 
+from typing import Any
+
 from .adaptive import AdaptiveTailOptimizedLRU
 from .expected import ExpectedTailOptimizedLRU
 from .foresight import Belady, EndAware, LengthAware, TailOptimizedBelady
@@ -69,7 +71,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     """The store imports torch, which the policies don't need."""
     if name in ("ConversationKVStore", "Served"):
         from . import store

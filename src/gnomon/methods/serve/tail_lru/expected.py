@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from gnomon.core.errors import UsageError, number
 
@@ -36,7 +36,7 @@ class ExpectedTailOptimizedLRU(Policy):
     threshold: int
     prompt_lengths: Sequence[int]
     death_rate: float = 0.0
-    turn_rate: float | Mapping[Hashable, float] = 1.0
+    turn_rate: float | Mapping[Any, float] = 1.0
     last: dict[Hashable, float] = field(default_factory=dict, init=False, repr=False)
     """τ by conversation."""
     name: ClassVar[str] = "et-lru"
