@@ -210,7 +210,12 @@ class TailLRUStudy(StudyConfig):
             for capacity in self.capacities:
                 for xi_ms in swept:
                     for seed in lab.seeds:
-                        cell: dict[str, Any] = {"policy": name, "capacity": capacity, "xi_ms": xi_ms, "seed": seed}
+                        cell: dict[str, Any] = {
+                            "policy": name,
+                            "capacity": capacity,
+                            "xi_ms": xi_ms,
+                            "seed": seed,
+                        }
                         lab.stage(sweep, reference_ms=self.reference_ms, **cell, **shared)
         grid = {"capacity": self.capacities, "xi_ms": self.thresholds_ms}
         for what, _ in LETTERS.values():

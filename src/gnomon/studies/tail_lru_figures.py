@@ -27,6 +27,19 @@ def _reference(rows: pd.DataFrame, done: dict[str, list[Done]]) -> pd.DataFrame:
     return rows[~rows["method"].isin(THRESHOLDED) | (rows["threshold"] == at)]
 
 
+def _shade(k: int) -> Any:
+    """Light enough for dark pages: the k-th of a few ordered lines."""
+    import matplotlib.pyplot as plt
+
+    return plt.cm.viridis(min(0.95, 0.3 + 0.13 * k))
+
+
+def _legend(fig: Any, ax: Any) -> None:
+    """One legend for all panels, below them."""
+    handles, labels = ax.get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False, fontsize=7)
+
+
 def _lines(ax: Any, rows: pd.DataFrame, x: str) -> None:
     for method, (color, style) in SHOWN.items():
         own = rows[rows["method"] == method]
@@ -49,7 +62,7 @@ def tails_by_capacity(records: pd.DataFrame, done: dict[str, list[Done]], path: 
         ax.set(title=metric, xlabel="capacity, tokens", ylabel="%" if metric == "violations" else "ms")
         ax.set_ylim(bottom=0)
         ax.tick_params(axis="x", rotation=45)
-    axes[0].legend(frameon=False, fontsize=7)
+    _legend(fig, axes[0])
     fig.savefig(path)
     plt.close(fig)
 
@@ -74,12 +87,12 @@ def gains(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> Non
                 mean.index,
                 mean.to_numpy(),
                 marker=".",
-                color=plt.cm.viridis(k / 6),
+                color=_shade(k),
                 label=f"{capacity:g} tokens",
             )
         ax.axhline(0, color="0.5", linewidth=0.8)
         ax.set(title=f"{metric}, % below LRU", xlabel="threshold, ms")
-    axes[0].legend(frameon=False, fontsize=7)
+    _legend(fig, axes[0])
     fig.savefig(path)
     plt.close(fig)
 
@@ -99,7 +112,7 @@ def excess(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> No
     wide = 0.8 / len(table.columns)
     for k, capacity in enumerate(table.columns):
         at = [i + wide * (k - (len(table.columns) - 1) / 2) for i in range(len(table))]
-        ax.barh(at, table[capacity] / 1e3, wide, label=f"{capacity:g} tokens", color=plt.cm.viridis(k / 6))
+        ax.barh(at, table[capacity] / 1e3, wide, label=f"{capacity:g} tokens", color=_shade(k))
     ax.set_yticks(range(len(table)), list(table.index))
     ax.invert_yaxis()
     ax.set_xlabel("excess beyond the optimum, thousand tokens")
@@ -146,7 +159,7 @@ def own_tails(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) ->
                 mean.index,
                 mean.to_numpy(),
                 marker=".",
-                color=plt.cm.viridis(k / 6),
+                color=_shade(k),
                 label=f"t-lru {threshold:g} ms",
             )
         ax.set(
@@ -155,7 +168,7 @@ def own_tails(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) ->
             ylabel="%" if metric == "violations" else "ms",
             xscale="log",
         )
-    axes[0].legend(frameon=False, fontsize=7)
+    _legend(fig, axes[0])
     fig.savefig(path)
     plt.close(fig)
 

@@ -183,7 +183,9 @@ def measured(
     trace = drawn.select(drawn.conversation < conversations)
     trace = Trace(trace.time, trace.conversation, trace.prompt, np.full(len(trace), tokens), trace.names)
     positions = loaded.model.config.max_position_embeddings
-    trace = trace.select(trace.history + trace.prompt + tokens <= positions)  # a conversation ends where the model does
+    trace = trace.select(
+        trace.history + trace.prompt + tokens <= positions
+    )  # a conversation ends where the model does
     total = int(trace.prompt.sum() + trace.response.sum())
     capacity = max(1, round(room * total))
     vocabulary = min(loaded.model.config.vocab_size, 40_000)
