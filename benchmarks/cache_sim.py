@@ -4,9 +4,9 @@
 
 One core, random conversations by the method card, 4000 tokens of cache. The compiled simulator has to decide as the
 policies' plain Python does before anything is timed; the ratio to plain Python is taken on a shorter trace, since that
-one is slow. libCacheSim's Python package (`pip install libcachesim`) knows objects of fixed sizes only: it is compared on
-paging, one-block conversations that never grow, where its miss ratio must be equal; its time includes reading its
-trace from a file in the cache of the system. Exits 1 where a decision differs.
+one is slow. libCacheSim's Python package (`pip install libcachesim`) knows objects of fixed sizes only: it is compared
+on paging, one-block conversations that never grow, where its miss ratio must be equal; its time includes reading its
+trace from a file that the system has in memory. Exits 1 where a decision differs.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def measure(report: Report, options: argparse.Namespace) -> None:
     def work(name: str, call: Callable[[], object], count: int) -> Work:
         return Work(name=name, calls=[call], bytes=TURN * count)
 
+    timed = {"threads": threads, "repeats": options.repeats}
     with threads_set(threads):
         for policy in policies(few):
             contenders = [
@@ -116,7 +117,7 @@ def measure(report: Report, options: argparse.Namespace) -> None:
                 work("paging, lru", lambda: simulate(page, LRU(), CAPACITY, impl="compiled"), turns)
             ]
             contenders.append(work("paging, libCacheSim", peer, turns))
-            report.time(f"paging, {turns:,} requests", contenders, threads=threads, repeats=options.repeats)
+            report.time(f"paging, {turns:,} requests", contenders, **timed)
 
 
 def libcachesim(report: Report, trace: Trace) -> Callable[[], object] | None:
