@@ -70,7 +70,7 @@ def tails_by_capacity(records: pd.DataFrame, done: dict[str, list[Done]], path: 
 def gains(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
     """By how many per cent T-LRU's tails lie below LRU's, for each capacity and threshold, mean over seeds.
 
-    Below zero it is worse: thresholds far above the percentile in question do harm. Simulated.
+    Below zero it is worse: thresholds far above the percentile in question do harm, beyond what is drawn. Simulated.
     """
     import matplotlib.pyplot as plt
 
@@ -92,6 +92,7 @@ def gains(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> Non
             )
         ax.axhline(0, color="0.5", linewidth=0.8)
         ax.set(title=f"{metric}, % below LRU", xlabel="threshold, ms")
+        ax.set_ylim(bottom=max(ax.get_ylim()[0], -100))
     _legend(fig, axes[0])
     fig.savefig(path)
     plt.close(fig)
@@ -145,16 +146,19 @@ def measured_tails(records: pd.DataFrame, done: dict[str, list[Done]], path: Pat
 
 
 def own_tails(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> None:
-    """The trace from the file: time to the first token by capacity, with each threshold of T-LRU; part that chooses."""
+    """The trace from the file: time to the first token by the cache's share of all that the trace holds.
+
+    With each threshold of T-LRU, on the part that chooses. Simulated on recorded arrivals.
+    """
     import matplotlib.pyplot as plt
 
     fig, axes = plt.subplots(1, 4, figsize=(9.5, 3.2), layout="constrained", sharex=True)
     for ax, metric in zip(axes, ("P50", "P90", "P95", "violations"), strict=True):
         rows = records[records["metric"] == REPLAYED + metric]
-        _lines(ax, rows[~rows["method"].isin(THRESHOLDED)], "capacity")
+        _lines(ax, rows[~rows["method"].isin(THRESHOLDED)], "share")
         mine = rows[rows["method"] == METHOD]
         for k, (threshold, own) in enumerate(mine.groupby("threshold")):
-            mean = own.groupby("capacity")["value"].mean()
+            mean = own.groupby("share")["value"].mean()
             ax.plot(
                 mean.index,
                 mean.to_numpy(),
@@ -164,9 +168,8 @@ def own_tails(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) ->
             )
         ax.set(
             title=metric,
-            xlabel="capacity, tokens",
+            xlabel="room, share of all",
             ylabel="%" if metric == "violations" else "ms",
-            xscale="log",
         )
     _legend(fig, axes[0])
     fig.savefig(path)

@@ -139,11 +139,10 @@ def verdict(
                 method=name, metric=OVER[what], value=float(slow[rows].mean()), item=str(family),
                 weight=int(rows.sum()), better="lower", budget=budget,
             )  # fmt: skip
-    return {
-        **{name: round(value, 2) for name, value in shown.items()},
-        **setting,
-        "judged_capacity": capacity,
-    }
+    told = {
+        name: round(value, 2) for name, value in shown.items()
+    }  # last: the setting has the other part's gains
+    return {**setting, **told, "judged_capacity": capacity}
 
 
 def measured(
