@@ -291,6 +291,8 @@ SYSTEMS: tuple[System, ...] = (
         "NeurIPS 2025",
         "arXiv:2510.15152",
         "Evicts first the cached prompts that cannot hurt the slowest requests, then falls back to LRU.",
+        status="works",
+        study="gnomon.studies.tail_lru",
     ),
     System(
         "pace",

@@ -119,5 +119,5 @@ def test_kernels_are_in_every_result() -> None:
     from gnomon.lab.provenance import environment
 
     kernels = environment(threads=1, jobs=1)["kernels"]
-    assert set(kernels) == {"bf16", "mglu", "nf12", "sparse_decode"}
+    assert set(kernels) == {"bf16", "cache_sim", "mglu", "nf12", "sparse_decode"}
     assert all("(" in text for text in kernels.values())
