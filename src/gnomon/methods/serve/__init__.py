@@ -1,1 +1,1 @@
-"""Serving many requests: caches, schedulers, routers."""
+"""Serving policies: what an engine keeps in its cache, and how wide it decodes."""
