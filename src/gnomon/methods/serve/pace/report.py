@@ -17,8 +17,9 @@ Here:  `ServeLog`, what a simulator or an engine notes; `ServeReport`, what foll
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -72,6 +73,21 @@ class ServeLog:
     budget: Float[np.ndarray, " T"]
     planning: Float[np.ndarray, " T"]
     measured: tuple[float, float]
+
+    @classmethod
+    def of_rows(
+        cls,
+        finished: Sequence[Sequence[float]],
+        steps: Sequence[Sequence[float]],
+        *,
+        measured: tuple[float, float],
+    ) -> ServeLog:
+        """A log from rows whose values are in the order of the columns above."""
+        done = np.array(finished, dtype=float).reshape(-1, 7).T
+        ran = np.array(steps, dtype=float).reshape(-1, 12).T
+        columns: list[Any] = [done[0].astype(bool), *done[1:4], *done[4:].astype(np.int64)]
+        columns += [*ran[:2], *ran[2:8].astype(np.int64), *ran[8:]]
+        return cls(*columns, measured)
 
     def tpot(self, definition: str) -> Float[np.ndarray, " N"]:
         """Seconds per token (`effective`) or per step of progress; NaN for requests with one of them."""
@@ -163,7 +179,8 @@ class ServeReport:
         several = steps & (log.branched > 0)
         width = log.wide[several] / log.branched[several]
         shares = np.bincount(np.rint(width).astype(np.int64)) / max(len(width), 1)
-        added = log.seconds - log.baseline
+        known = steps & np.isfinite(log.baseline)
+        added = (log.seconds - log.baseline)[known]
         return cls(
             policy=policy,
             slo_s=slo_s,
@@ -193,8 +210,8 @@ class ServeReport:
             width=_mean(width),
             widths={k: float(share) for k, share in enumerate(shares) if share > 0},
             externality={
-                "seconds": _mean(added[steps]),
-                "share": float(added[steps].sum() / log.baseline[steps].sum()),
+                "seconds": _mean(added),
+                "share": float(added.sum() / log.baseline[known].sum()) if known.any() else math.nan,
             },
             deferral=float(1 - log.rows[steps].sum() / log.ready[steps].sum()),
             planner_s={k: _percentiles(log.planning[steps])[k] for k in (50, 99)},

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -284,36 +284,11 @@ class _Engine:
 
     def log(self, steps: list[tuple[float, ...]], *, warm_up: float, drain: bool) -> ServeLog:
         """Everything noted, as columns."""
-        done, ran = np.array(self.finished, dtype=float).T, np.array(steps, dtype=float).T
-        skipped = int(warm_up * len(self.finished))
-        begin = float(done[3][skipped - 1]) if skipped else 0.0
+        ends = np.array([row[3] for row in self.finished])
+        skipped = int(warm_up * len(ends))
+        begin = float(ends[skipped - 1]) if skipped else 0.0
         end = self.now if drain or self.closed_at <= begin else self.closed_at
-        if not ((done[3] > begin) & (done[3] <= end)).any():
+        if not ((ends > begin) & (ends <= end)).any():
             begin, end = 0.0, self.now  # so few requests that nothing is left between warm-up and drain
 
-        def whole(column: Any) -> Int[np.ndarray, " M"]:
-            found: Int[np.ndarray, " M"] = column.astype(np.int64)
-            return found
-
-        return ServeLog(
-            parallel=done[0].astype(bool),
-            arrival=done[1],
-            first=done[2],
-            end=done[3],
-            tokens=whole(done[4]),
-            steps=whole(done[5]),
-            branching=whole(done[6]),
-            start=ran[0],
-            seconds=ran[1],
-            requests=whole(ran[2]),
-            rows=whole(ran[3]),
-            ready=whole(ran[4]),
-            context=whole(ran[5]),
-            branched=whole(ran[6]),
-            wide=whole(ran[7]),
-            baseline=ran[8],
-            slack=ran[9],
-            budget=ran[10],
-            planning=ran[11],
-            measured=(begin, end),
-        )
+        return ServeLog.of_rows(self.finished, steps, measured=(begin, end))
