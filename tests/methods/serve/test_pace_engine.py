@@ -18,10 +18,10 @@ from gnomon.methods.serve.pace import (
     Plan,
     build_groups,
     make_policy,
-    register_policy,
     stages_from_tags,
 )
-from gnomon.methods.serve.pace.policies import POLICIES, AdmissionPolicy, plan_of
+from gnomon.methods.serve.pace.admit import extras
+from gnomon.methods.serve.pace.policies import AdmissionPolicy, plan_of
 
 torch.set_num_threads(1)
 
@@ -30,14 +30,14 @@ REQUESTS = [
     (
         (3, 4, 5, 6, 7),
         (
-            (B((), 3),),
-            (B((8, 9), 4), B((10,), 6), B((11, 12, 13), 2)),
-            (B((14,), 3),),
-            (B((15,), 2), B((16,), 5)),
+            (B((), 2),),
+            (B((8, 9), 3), B((10,), 4), B((11, 12, 13), 2)),
+            (B((14,), 2),),
+            (B((15,), 1), B((16,), 3)),
             (B((17, 18), 2),),
         ),
     ),
-    ((20, 21, 22), ((B((), 9),),)),
+    ((20, 21, 22), ((B((), 6),),)),
     ((23, 24), ((B((25,), 3), B((26, 27), 3)),)),
     ((28, 29, 30, 31), ((B((32,), 2),), (B((33,), 2), B((34,), 2, (35, 36))), (B((37,), 4),))),
 ]
@@ -114,8 +114,6 @@ def random_policy(seed):
         rng = np.random.default_rng(seed)
 
         def select(self, groups, predictor, config, now):
-            from gnomon.methods.serve.pace.admit import extras
-
             x = extras(groups)
             chosen = np.flatnonzero(self.rng.random(len(x.place)) < 0.4)
             return plan_of(groups, x, chosen, predictor, float("inf"), now)
@@ -123,22 +121,28 @@ def random_policy(seed):
     return Random()
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3", "neox", "neox-parallel", "gpt2", "mistral", "gemma2"]
+    ("family", "attn"),
+    [
+        ("llama", "sdpa"),
+        ("llama", "eager"),
+        ("qwen2", "sdpa"),
+        ("qwen3", "sdpa"),
+        ("neox", "sdpa"),
+        ("neox-parallel", "eager"),
+        ("gpt2", "sdpa"),
+        ("gemma2", "sdpa"),
+    ],
 )
 def test_outputs_depend_on_no_schedule(family, attn):
-    if attn == "eager" and family not in ("llama", "neox"):
-        pytest.skip("eager attention is the same code in the other families")
-    model = tiny_family(family, attn=attn)
-    if family in ("mistral", "gemma2"):
-        model = tiny_family(family, attn=attn, sliding_window=64)  # the oracle has no windows
+    wide = {"sliding_window": 64} if family == "gemma2" else {}  # the oracle has no windows
+    model = tiny_family(family, seed=2, attn=attn, **wide)
     wanted = {k: alone(model, *request) for k, request in enumerate(REQUESTS)}
-    assert (
-        len({token for stage in wanted[0] for out in stage for token in out}) > 3
-    )  # the model says something
+    said = {token for stages in wanted.values() for stage in stages for out in stage for token in out}
+    assert len(said) > 5  # the model doesn't repeat one token
     truth = LatencyPredictor(1e-3, 1e-3, 0)
-    for policy in ("off", "eager", "cap:2", "pace", random_policy(0), random_policy(1)):
+    several = ("off", "eager", "cap:2", "pace", random_policy(0))
+    for policy in several if family in ("llama", "qwen3") else several[-2:]:
         engine = submitted(model)
         report = engine.run(policy, predictor=truth, config=PaceConfig(tpot_slo_s=0.006), concurrency=3)
         assert engine.outputs == wanted, (policy, report)
@@ -147,7 +151,7 @@ def test_outputs_depend_on_no_schedule(family, attn):
 
 def test_a_leak_between_siblings_is_noticed(monkeypatch):
     """The oracle isn't blind: whole-request paths, or positions that go on over siblings, change the text."""
-    model = tiny_family("llama")
+    model = tiny_family("llama", seed=2)
     wanted = {k: alone(model, *request) for k, request in enumerate(REQUESTS)}
     engine = submitted(model)
     seen = engine.pool.seen
@@ -265,7 +269,7 @@ def test_report_of_a_run_counts_what_was_decoded():
     assert report.requests == {"all": 4, "serial": 1, "parallel": 3}
     assert predictor.calibrated and report.attainment["progress"]["all"] == 1
     assert report.goodput["effective"] == pytest.approx(decoded / report.seconds)
-    longest = {0: 3 + 6 + 3 + 5 + 2, 1: 9, 2: 3, 3: 2 + 2 + 4}
+    longest = {0: 2 + 4 + 2 + 3 + 2, 1: 6, 2: 3, 3: 2 + 2 + 4}
     assert sorted(report.log.steps.tolist()) == sorted(longest.values())  # with time to spare all rows run
 
 
@@ -342,4 +346,3 @@ def test_bad_use_is_refused():
     broken.lm_head.weight.data.fill_(float("nan"))
     with pytest.raises(NumericalFailure, match="aren't numbers"):
         submitted(broken).run("off")
-    assert register_policy and POLICIES

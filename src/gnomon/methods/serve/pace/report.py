@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,8 @@ class ServeLog:
         ran = np.array(steps, dtype=float).reshape(-1, 12).T
         columns: list[Any] = [done[0].astype(bool), *done[1:4], *done[4:].astype(np.int64)]
         columns += [*ran[:2], *ran[2:8].astype(np.int64), *ran[8:]]
-        return cls(*columns, measured)
+        values = dict(zip((one.name for one in fields(cls)), [*columns, measured], strict=True))
+        return cls(**values)
 
     def tpot(self, definition: str) -> Float[np.ndarray, " N"]:
         """Seconds per token (`effective`) or per step of progress; NaN for requests with one of them."""
