@@ -276,8 +276,8 @@ class _Engine:
         if self.stage[slot] + 1 < len(request.stages):
             self._begin(slot, int(self.stage[slot]) + 1)
             return
-        times = (self.arrival[slot], self.first[slot], self.now)
-        counts = (request.tokens, self.steps[slot], self.branching - self.branching_then[slot])
+        times = (float(self.arrival[slot]), float(self.first[slot]), self.now)
+        counts = (request.tokens, int(self.steps[slot]), int(self.branching - self.branching_then[slot]))
         self.finished.append((request.parallel, *times, *counts))
         self.request[slot] = -1
         self.left -= 1
