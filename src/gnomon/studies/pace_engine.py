@@ -150,11 +150,17 @@ def engine_runs(
     rest = POLICIES[1:]
     outputs: dict[str, Any] = {}
     with threads_set(threads):
-        for name in (POLICIES[0], POLICIES[0], *rest[turn:], *rest[:turn]):  # off twice: the first sets the SLO
+        for name in (
+            POLICIES[0],
+            POLICIES[0],
+            *rest[turn:],
+            *rest[:turn],
+        ):  # off twice: the first sets the SLO
             engine = PackedBranchEngine(engine.model)
             for ids_of, stages in what:
                 engine.submit(ids_of, stages)
-            predictor = LatencyPredictor(*(of.value[k] for k in "abc"), refit_every_s=0)
+            fitted = of.value
+            predictor = LatencyPredictor(fitted["a"], fitted["b"], fitted["c"], refit_every_s=0)
             config = PaceConfig(tpot_slo_s=slo, ttft_slo_s=float("inf"))
             report = engine.run(name, predictor=predictor, config=config, concurrency=concurrency)
             if decoded is None:
@@ -177,9 +183,7 @@ def engine_runs(
             for metric, value in values.items():
                 lower = any(word in metric for word in ("time", "TPOT", "error"))
                 better = None if "width" in metric else "lower" if lower else "higher"
-                ctx.record(
-                    method=name, metric=metric, value=value, better=better, budget={"tokens": decoded}
-                )
+                ctx.record(method=name, metric=metric, value=value, better=better, budget={"tokens": decoded})
     return {"slo": slo, "equal outputs": all(found == outputs[POLICIES[0]] for found in outputs.values())}
 
 
@@ -221,7 +225,9 @@ def memory(
         budget = {"tokens": tokens}
         ctx.record(method=name, metric="tokens unlike those alone", value=unlike, budget=budget)
         if engine.audit:
-            ctx.record(method=name, metric="steps that deferred rows", value=len(engine.deferrals), budget=budget)
+            ctx.record(
+                method=name, metric="steps that deferred rows", value=len(engine.deferrals), budget=budget
+            )
             for what_of in ("allocated", "freed", "moved"):
                 count = sum(abs(getattr(one, what_of)) for one in engine.deferrals)
                 ctx.record(method=name, metric=f"{what_of} by deferrals", value=count, budget=budget)

@@ -189,7 +189,9 @@ def safe_width(ctx: StageContext, *, seed: int, requests: int, points: int = 300
     }
 
 
-def planning(ctx: StageContext, *, requests: int, branches: int, repeats: int, plans: int) -> dict[str, float]:
+def planning(
+    ctx: StageContext, *, requests: int, branches: int, repeats: int, plans: int
+) -> dict[str, float]:
     """Real seconds that a plan takes, rows given as arrays: median and 99th percentile of each repeat."""
     import numpy as np
 
@@ -211,7 +213,10 @@ def planning(ctx: StageContext, *, requests: int, branches: int, repeats: int, p
             plan = policy.select(groups, predictor, config, 0.0)
             taken.append(time.perf_counter() - started)
             last = len(plan.admitted) / rows
-        for metric, value in (("planner time, P50", np.median(taken)), ("planner time, P99", np.quantile(taken, 0.99))):
+        for metric, value in (
+            ("planner time, P50", np.median(taken)),
+            ("planner time, P99", np.quantile(taken, 0.99)),
+        ):
             ctx.record(
                 method=PACE,
                 metric=metric,
