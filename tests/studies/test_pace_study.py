@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -139,6 +140,18 @@ def test_planning_is_timed_by_repeat(ctx):
     pace_stages.planning(ctx, requests=3, branches=4, repeats=2, plans=3)
     table = records_of(ctx)
     assert len(table) == 4 and (table["value"] > 0).all() and sorted(set(table["item"])) == [0, 1]
+
+
+def test_the_card_s_example_runs(capsys):
+    text = (Path(gnomon.__file__).parent / "cards" / "pace.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(block, "pace.md", "exec"), {})
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "off",
+        "cap:2",
+        "eager",
+        "pace",
+    ]
 
 
 def test_every_profile_is_a_setting():

@@ -111,6 +111,8 @@ def widths(records: pd.DataFrame, done: dict[str, list[Done]], path: Path) -> No
     for ax, cause in zip(axes, CAUSES, strict=True):
         ax.set_xlabel(names[cause])
     axes[0].set_ylabel("rows a branching request")
+    if not any(one.value["width"] for one in done.get("safe_width", [])):
+        axes[1].text(0.5, 0.5, "no step reached its budget", ha="center", transform=axes[1].transAxes)
     fig.savefig(path)
     plt.close(fig)
 

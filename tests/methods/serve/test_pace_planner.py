@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import math
 
@@ -10,6 +11,7 @@ import pytest
 import scipy.optimize
 
 from gnomon.core.errors import GnomonError, UsageError
+from gnomon.methods.serve import pace
 from gnomon.methods.serve.pace import (
     H200_32B,
     POLICIES,
@@ -449,3 +451,7 @@ def test_a_policy_of_ones_own():
             register_policy("a:b")(LastRow)
     finally:
         del POLICIES["last-row"]
+
+
+def test_the_example_in_the_docstring():
+    assert doctest.testmod(pace) == doctest.TestResults(failed=0, attempted=5)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -34,14 +33,12 @@ from .workload import DecodeRequest
 
 __all__ = ["simulate_decode"]
 
-Load = Literal["closed", "open", "trace"]
-
 
 def simulate_decode(
     workload: Sequence[DecodeRequest],
     policy: str | AdmissionPolicy,
     true_latency: LatencyPredictor,
-    load: Load | Sequence[float] = "closed",
+    load: str | Sequence[float] = "closed",
     concurrency: int = 64,
     noise: float = 0.0,
     seed: int = 0,
@@ -133,7 +130,7 @@ def _check(
 
 
 def _arrivals(
-    workload: Sequence[DecodeRequest], load: Load | Sequence[float], rate: float, rng: np.random.Generator
+    workload: Sequence[DecodeRequest], load: str | Sequence[float], rate: float, rng: np.random.Generator
 ) -> Float[np.ndarray, " N"] | None:
     """Seconds of all arrivals, ascending; None in a closed loop."""
     if isinstance(load, str):
