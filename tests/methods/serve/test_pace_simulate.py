@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -200,30 +201,50 @@ def test_same_seed_same_run_and_noise_has_the_right_mean():
 
 
 def test_a_predictor_learns_from_the_steps():
-    learning = LatencyPredictor(min_samples=50, refit_every_s=1.0)
+    learning = LatencyPredictor(min_samples=20, refit_every_s=0.1)
     report = run(
-        small(), "pace", TRUTH, concurrency=16, predictor=learning, config=PaceConfig(tpot_slo_s=0.0085)
+        small(count=24),
+        "pace",
+        TRUTH,
+        concurrency=16,
+        predictor=learning,
+        config=PaceConfig(tpot_slo_s=0.0085),
     )
     np.testing.assert_allclose((learning.a, learning.b, learning.c), H200_32B, rtol=1e-6)
     assert report.log.rows[10] == report.log.ready[10]  # uncalibrated: everything runs
     assert learning.refits > 1 and (report.log.rows < report.log.ready).any()
 
 
-SHARED = {"count": 110, "seed": 1}
+QUARTER = {"branch_tokens": (15, 50), "stage_tokens": (8, 22), "serial_tokens": (25, 100)}
+"""The card's requests with a quarter of the tokens; contexts, and so step times, are nearly the same."""
+
+
+@pytest.fixture
+def unchecked():
+    """Types are checked by the small runs above; over thousands of steps that takes ten times as long as the steps."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def tabled(policy, concurrency, slo=0.018, model="request", predictor=None, **mix):
     config = PaceConfig(tpot_slo_s=slo, deadline_model=model)
     return simulate_decode(
-        small(**SHARED, **mix), policy, TRUTH, concurrency=concurrency, config=config, predictor=predictor
+        small(**{"count": 150, "seed": 1, **QUARTER, **mix}),
+        policy,
+        TRUTH,
+        concurrency=concurrency,
+        config=config,
+        predictor=predictor,
     )
 
 
-def test_directions_of_the_first_table():
+def test_directions_of_the_first_table(unchecked):
     found = {policy: tabled(policy, 64) for policy in ("off", "cap:2", "cap:5", "eager", "pace")}
     median = {policy: 1e3 * report.step_s[50] for policy, report in found.items()}
     for policy, wanted in (("off", 10.9), ("cap:2", 14.0), ("cap:5", 20.0), ("eager", 24.0), ("pace", 16.6)):
-        assert median[policy] == pytest.approx(wanted, rel=0.2), policy  # contexts grow less here
+        assert median[policy] == pytest.approx(wanted, rel=0.12), policy  # contexts grow less here
     for definition in ("effective", "progress"):
         good = {policy: report.goodput[definition] for policy, report in found.items()}
         assert good["pace"] > good["cap:2"] > good["off"]
@@ -239,7 +260,7 @@ def test_directions_of_the_first_table():
     )
 
 
-def test_deadline_models_on_the_first_table():
+def test_deadline_models_on_the_first_table(unchecked):
     """Accumulated slack wins a little; deadlines of rows collapse to width 1."""
     pace, accumulated, row = (tabled("pace", 64, model=m) for m in ("request", "accumulated", "row"))
     assert accumulated.goodput["progress"] > pace.goodput["progress"]
@@ -250,7 +271,7 @@ def test_deadline_models_on_the_first_table():
     assert loose.width > 4
 
 
-def test_ablations_on_the_second_table():
+def test_ablations_on_the_second_table(unchecked):
     mix = {"parallel": 0.5, "branches": (3, 8)}
     off, pace, hold = (tabled(p, 64, slo=0.0155, **mix) for p in ("off", "pace", "hold:50"))
     wrong = LatencyPredictor(H200_32B[0], 6 * H200_32B[1], 6 * H200_32B[2], refit_every_s=1e9)
