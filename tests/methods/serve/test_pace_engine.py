@@ -211,11 +211,12 @@ def test_sampling_has_a_stream_for_each_branch():
 
 def test_deferral_takes_and_gives_no_memory():
     model = tiny_family("llama")
-    engine = submitted(model, audit=True, block_size=4)
-    engine.run(random_policy(2))
+    for policy in (random_policy(2), "off"):
+        engine = submitted(model, audit=True, block_size=4)
+        engine.run(policy)
+        assert sum(d.rows for d in engine.deferrals) >= len(engine.deferrals) > 1
+        assert all((d.allocated, d.freed, d.moved) == (0, 0, 0) for d in engine.deferrals)
     assert len(engine.deferrals) > 5
-    assert all((d.allocated, d.freed, d.moved) == (0, 0, 0) for d in engine.deferrals)
-    assert sum(d.rows for d in engine.deferrals) > 8
 
 
 def test_the_audit_sees_memory_that_is_given_back():
