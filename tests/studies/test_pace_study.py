@@ -56,7 +56,7 @@ def test_smoke_run_has_every_claim_and_figure(tmp_path):
         ({"loads": "branchy,mixed,few,lng"}, "Did you mean 'long'"),
         ({"ablated": "branch"}, "branchy"),
         ({"caps": "2,3"}, "2 and 5 among them"),
-        ({"requests": "0"}, "requests must be at least 1"),
+        ({"turns": "0"}, "turns=0"),
         ({"sizes": "4"}, "two numbers of rows"),
         ({"prompt": "3"}, "prompt=3"),
     ],

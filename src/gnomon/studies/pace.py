@@ -48,8 +48,8 @@ class PaceStudy(StudyConfig):
     """Out of `LOADS`; claims need branchy, mixed and few, and at least four."""
     caps: tuple[int, ...] = (2, 3, 5)
     """Fixed widths; claims need 2 and 5."""
-    requests: int = 120
-    """Of a load, for each seed."""
+    turns: float = 3.0
+    """Requests of a load for each seed, as a multiple of those in flight: too few never reach a steady state."""
     noise: float = 0.05
     """Of a step's time, as the standard deviation of its logarithm."""
     ablated: tuple[str, ...] = ("branchy", "mixed")
@@ -78,7 +78,7 @@ class PaceStudy(StudyConfig):
     slug: ClassVar[str] = "pace"
     profiles: ClassVar[dict[str, dict[str, Any]]] = {
         "smoke": {
-            "requests": 10,
+            "turns": 0.15,
             "seeds": (0,),
             "caps": (2, 5),
             "model": "tiny:llama-10k",
@@ -94,7 +94,7 @@ class PaceStudy(StudyConfig):
         "full": {
             "loads": tuple(LOADS),
             "caps": (2, 3, 4, 5, 8),
-            "requests": 400,
+            "turns": 6.0,
             "ablated": tuple(LOADS),
             "seeds": (0, 1, 2, 3, 4, 5, 6, 7),
             "repeats": 21,
@@ -107,7 +107,7 @@ class PaceStudy(StudyConfig):
         "gpu": {
             "loads": tuple(LOADS),
             "caps": (2, 3, 4, 5, 8),
-            "requests": 600,
+            "turns": 9.0,
             "ablated": tuple(LOADS),
             "seeds": tuple(range(10)),
             "model": "Qwen/Qwen3-8B",
@@ -134,7 +134,9 @@ class PaceStudy(StudyConfig):
             raise UsageError(f"loads={self.loads}: the claim about caps needs at least four loads.")
         if not {2, 5} <= set(self.caps) or min(self.caps) < 1:
             raise UsageError(f"caps must be widths from 1 on with 2 and 5 among them, got {self.caps}.")
-        for name in ("requests", "repeats", "engine_requests", "engine_concurrency", "scale", "plans"):
+        if not 0 < self.turns <= 100:
+            raise UsageError(f"turns={self.turns} must lie in (0, 100].")
+        for name in ("repeats", "engine_requests", "engine_concurrency", "scale", "plans"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.prompt < 4:
@@ -149,11 +151,11 @@ class PaceStudy(StudyConfig):
                     serve,
                     load=load,
                     seed=seed,
-                    requests=self.requests,
+                    requests=self._requests(load),
                     policies=policies(self.caps, ablations=load in self.ablated),
                     noise=self.noise,
                 )
-            lab.stage(safe_width, seed=seed, requests=self.requests)
+            lab.stage(safe_width, seed=seed, requests=self._requests("mixed"))
         of_text: dict[str, Any] = {"model": self.model, "data": self.data}
         lab.stage(memory, requests=4, scale=self.scale, prompt=max(4, self.prompt // 2), seed=0, **of_text)
         for requests in (32, 512):
@@ -191,6 +193,9 @@ class PaceStudy(StudyConfig):
         self._claims(lab)
         for figure in (goodputs, attainments, step_times, widths, ablations):
             lab.figure(figure)
+
+    def _requests(self, load: str) -> int:
+        return max(8, round(self.turns * LOADS[load]["concurrency"]))
 
     def _claims(self, lab: Lab) -> None:
         lab.claim("pace.1", part="simulated", rule=AllOf(self._inflates()), grade="S")
