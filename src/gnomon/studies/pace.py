@@ -195,7 +195,8 @@ class PaceStudy(StudyConfig):
             lab.figure(figure)
 
     def _requests(self, load: str) -> int:
-        return max(8, round(self.turns * LOADS[load]["concurrency"]))
+        in_flight: int = LOADS[load]["concurrency"]
+        return max(8, round(self.turns * in_flight))
 
     def _claims(self, lab: Lab) -> None:
         lab.claim("pace.1", part="simulated", rule=AllOf(self._inflates()), grade="S")
