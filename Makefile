@@ -78,6 +78,7 @@ bench: setup
 	$(BIN)/python benchmarks/pruning.py
 	$(BIN)/python benchmarks/shapley.py
 	$(BIN)/python benchmarks/cache_sim.py
+	$(BIN)/python benchmarks/pace.py
 
 # Pruners beside llm-compressor's, which wants a Transformers of its own: an environment apart, processes in turns.
 PEERS ?= .venv-peers

@@ -302,6 +302,8 @@ SYSTEMS: tuple[System, ...] = (
         "NeurIPS 2026",
         "arXiv:2605.06914",
         "Decides at each decoding step how many parallel branches the batch's latency slack can carry.",
+        status="works",
+        study="gnomon.studies.pace",
     ),
     System(
         "grid",
