@@ -1,7 +1,7 @@
 """Gnomon's two serving policies in vLLM: Tail-Optimized LRU for the prefix cache, Pace for branches.
 
-`pip install gnomon` beside vLLM changes nothing: :func:`register`, which vLLM calls in each of its processes, returns at
-once unless `GNOMON_VLLM` names policies. `gnomon serve` sets it; so can anyone:
+`pip install gnomon` beside vLLM changes nothing: :func:`register`, which vLLM calls in each of its processes, returns
+at once unless `GNOMON_VLLM` names policies. `gnomon serve` sets it; so can anyone:
 
     GNOMON_VLLM=tail_lru,pace vllm serve MODEL
 

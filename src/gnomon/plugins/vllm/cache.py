@@ -57,7 +57,9 @@ class PrefillTimes:
                 beta_s=model.beta_s,
                 margin=self.margin,
             )
-        except UsageError:  # equal lengths so far, noise, or an objective that an empty prefill misses: keep what holds
+        except (
+            UsageError
+        ):  # equal lengths so far, noise, or an objective that an empty prefill misses: keep what holds
             return
         self.xi_tokens = found.xi_tokens
 

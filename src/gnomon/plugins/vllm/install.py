@@ -93,5 +93,5 @@ def _wrap(owner: type, name: str, wrapper: Any) -> None:
     if getattr(original, "_gnomon", False):
         return
     wrapped = functools.wraps(original)(wrapper(original))
-    wrapped._gnomon = True
+    wrapped.__dict__["_gnomon"] = True
     setattr(owner, name, wrapped)

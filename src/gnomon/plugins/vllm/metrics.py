@@ -1,7 +1,7 @@
 """Counters of the policies, from the engine's process to Prometheus.
 
-They travel inside vLLM's scheduler statistics, as one more field: the engine sends what happened since its last message,
-the front end adds it up. A front end without the plug-in leaves the field unread.
+They travel inside vLLM's scheduler statistics, as one more field: the engine sends what happened since its last
+message, the front end adds it up. A front end without the plug-in leaves the field unread.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def logger_class() -> type:
             served = vllm_config.model_config.served_model_name
             self.model = served[0] if isinstance(served, list) else str(served)
             for index in engine_indexes:
-                self._add({name: 0.0 for name in (*COUNTERS, *GAUGES)}, index)  # so that they are there at once
+                self._add(dict.fromkeys((*COUNTERS, *GAUGES), 0.0), index)  # so that they are there at once
 
         def record(
             self,
@@ -120,11 +120,7 @@ def logger_class() -> type:
 def with_logger(original: Callable[..., None]) -> Callable[..., None]:
     """`StatLoggerManager.__init__` that adds the logger above."""
 
-    def __init__(  # noqa: N807
-        self: Any, *args: Any, custom_stat_loggers: list[Any] | None = None, **kwargs: Any
-    ) -> None:
-        original(
-            self, *args, custom_stat_loggers=[*(custom_stat_loggers or []), logger_class()], **kwargs
-        )
+    def __init__(self: Any, *args: Any, custom_stat_loggers: list[Any] | None = None, **kwargs: Any) -> None:
+        original(self, *args, custom_stat_loggers=[*(custom_stat_loggers or []), logger_class()], **kwargs)
 
     return __init__

@@ -14,7 +14,7 @@ id in the engine                               group
 anything else                                  itself, a group of one, which is never deferred
 =============================================  =====================================================================
 
-Limits: prefill is not regulated, only decoding; the predictor is of steps that decode alone and only these are recorded.
+Limits: prefill is not regulated, only decoding; the predictor knows steps that only decode, and learns from them.
        The utility `priority` has nothing to read priorities from. Penalties, logprobs and sampling don't depend on when
        a row runs, but rows that share one random stream would: give each branch its own seed.
 """

@@ -1,7 +1,7 @@
 """The scheduler: whichever one vLLM chose, with the two policies on top.
 
-All of it goes through overridden methods that pass their arguments on as they come (`*args`), so a vLLM that adds one is
-no problem. `lru` and `eager` use the same class: what differs between two servers is the policy alone.
+All of it goes through overridden methods that pass their arguments on as they come (`*args`), so a vLLM that adds one
+is no problem. `lru` and `eager` use the same class: what differs between two servers is the policy alone.
 """
 
 from __future__ import annotations

@@ -68,9 +68,7 @@ class Settings:
             raise UsageError(f"Branch policy {kind!r} takes no number, got {self.branch_policy!r}.")
         for name in ("slo_ms", "tpot_ms"):
             if not 0 < number(getattr(self, name)) < math.inf:
-                raise UsageError(
-                    f"{name}={getattr(self, name)!r} must be a positive number of milliseconds."
-                )
+                raise UsageError(f"{name}={getattr(self, name)!r} must be a positive number of milliseconds.")
         for name in ("margin", "rho"):
             if not 0 < number(getattr(self, name)) <= 1:
                 raise UsageError(f"{name}={getattr(self, name)!r} must lie in (0, 1].")
@@ -128,7 +126,9 @@ def _object(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"{SETTINGS} is no JSON ({error}). Say, for example, {{'xi_tokens': 1500}}.") from error
+        raise UsageError(
+            f"{SETTINGS} is no JSON ({error}). Say, for example, {{'xi_tokens': 1500}}."
+        ) from error
     if not isinstance(given, dict):
         raise UsageError(f"{SETTINGS} must hold a JSON object, got {type(given).__name__}.")
     known = [field.name for field in fields(Settings) if not field.name.endswith("_policy")]
