@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,7 @@ class FreeQueue:
 
     def _link(self, blocks: list[Block]) -> None:
         line = [self.fake_free_list_head, *blocks, self.fake_free_list_tail]
-        for before, after in zip(line, line[1:], strict=False):
+        for before, after in pairwise(line):
             before.next_free_block, after.prev_free_block = after, before
         self.num_free_blocks = len(blocks)
 

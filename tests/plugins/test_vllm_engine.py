@@ -67,7 +67,9 @@ def engine() -> Iterator[Any]:
             os.environ[name] = value
 
 
-def generate(engine: Any, prompts: dict[str, list[int]], tokens: int, **sampling: Any) -> dict[str, list[int]]:
+def generate(
+    engine: Any, prompts: dict[str, list[int]], tokens: int, **sampling: Any
+) -> dict[str, list[int]]:
     """Run requests together until all are done; tokens by request id (and sample)."""
     from vllm import SamplingParams
 

@@ -1,4 +1,4 @@
-"""The plug-in's parts against vLLM's own classes, without an engine: block pool, offload manager, statistics, schedulers."""
+"""The plug-in's parts against vLLM's own classes, no engine: block pool, offload manager, statistics, schedulers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vLLM plug-in where no vLLM is: hygiene, settings, refusals, the queue against lists, pacing against Algorithm 1."""
+"""The vLLM plug-in where no vLLM is: hygiene, settings, refusals, the queue against lists, pacing by Algorithm 1."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def test_the_entry_point_is_declared() -> None:
         pytest.skip("this installation of gnomon is older than the plug-in: install it again")
     assert found[0].value == "gnomon.plugins.vllm:register"
     # a stat logger as an entry point would switch vLLM's statistics on for everyone
-    assert not [e for e in importlib.metadata.entry_points(group="vllm.stat_logger_plugins") if "gnomon" in e.value]
+    assert not [
+        e for e in importlib.metadata.entry_points(group="vllm.stat_logger_plugins") if "gnomon" in e.value
+    ]
 
 
 # -- settings -----------------------------------------------------------------------------------------
@@ -140,7 +142,11 @@ def test_serve_refuses_what_will_not_do(
 
 @pytest.mark.parametrize(
     ("model", "message"),
-    [("tiny:llama-0.5m", "vLLM wants one on disk"), ("./nothing", "is no folder here"), ("what", "no hub id")],
+    [
+        ("tiny:llama-0.5m", "vLLM wants one on disk"),
+        ("./nothing", "is no folder here"),
+        ("what", "no hub id"),
+    ],
 )
 def test_serve_refuses_a_model_that_vllm_cannot_load(
     model: str, message: str, started: list[Any], capsys: pytest.CaptureFixture[str]
@@ -267,7 +273,10 @@ def test_budgets_round_against_the_policy() -> None:
 
 def test_a_shared_prefix_is_judged_by_its_longest_history() -> None:
     settings = PolicySettings(xi_tokens=4, qhat_tokens=0)
-    shared, own = [Block(i, block_hash="x") for i in range(3)], [Block(i, block_hash="x") for i in range(3, 9)]
+    shared, own = (
+        [Block(i, block_hash="x") for i in range(3)],
+        [Block(i, block_hash="x") for i in range(3, 9)],
+    )
     queue = adopt(FreeQueue([]), 9)
     queue.judge([*shared, *own], 9, settings)
     queue.append_n([*shared, *own][::-1])
@@ -422,7 +431,11 @@ def test_every_branch_advances_under_no_slack() -> None:
         {"is_prefill_chunk": True},
         {"num_computed_tokens": 2},
         {"next_decode_eligible_step": 9},
-        {"num_output_placeholders": 1, "num_computed_tokens": 103, "num_tokens": 103},  # its last token is under way
+        {
+            "num_output_placeholders": 1,
+            "num_computed_tokens": 103,
+            "num_tokens": 103,
+        },  # its last token is under way
     ],
 )
 def test_requests_that_will_not_decode_are_no_rows(change: dict[str, Any]) -> None:
@@ -483,7 +496,9 @@ def test_the_cpu_tier_evicts_safe_chunks_first() -> None:
     for key in "abcdef":
         policy.insert(key, chunks[key])
     policy.on_request_finished((tuple("ab"),), set("ab"), set(), context(("a", 16), ("b", 32)))
-    policy.on_request_finished((tuple("cdef"),), set(), set(), context(*zip("cdef", (16, 32, 48, 64), strict=True)))
+    policy.on_request_finished(
+        (tuple("cdef"),), set(), set(), context(*zip("cdef", (16, 32, 48, 64), strict=True))
+    )
     # ξ 3 chunks, Q̂ 1: of histories of 3 and 5 chunks, 1 and 3 are needed
     chunks["b"].ref_cnt = 1  # in use by a transfer
     assert [key for key, _ in policy.evict(2, {"c"}) or ()] == ["f", "a"]
@@ -502,7 +517,7 @@ def test_a_chunk_that_is_used_again_is_no_longer_safe() -> None:
 
 
 def test_the_cpu_tier_needs_its_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match='needs its threshold in tokens.*"xi_tokens": 1500'):
+    with pytest.raises(UsageError, match=r'needs its threshold in tokens.*"xi_tokens": 1500'):
         SafeFirstChunks(10)
     monkeypatch.setenv("GNOMON_VLLM_SETTINGS", json.dumps({"xi_tokens": 7}))
     assert SafeFirstChunks(10).xi_tokens == 7
