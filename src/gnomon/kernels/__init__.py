@@ -7,10 +7,11 @@ __all__ = ["chosen"]
 
 def chosen(device: str = "cpu") -> dict[str, str]:
     """What runs for each kernel on such a device, and why: `gnomon doctor` and every result print it."""
-    from . import bf16, mglu, nf12, sparse_decode
+    from . import bf16, cache_sim, mglu, nf12, sparse_decode
 
     choices = {
         "bf16": bf16.choice(device),
+        "cache_sim": cache_sim.choice(device),
         "mglu": mglu.choice(device),
         "nf12": nf12.choice(device),
         "sparse_decode": sparse_decode.choice(device),

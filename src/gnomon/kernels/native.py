@@ -29,6 +29,7 @@ _SIGNATURES = {  # of the functions called at every token, so that plain integer
     "gnomon_mglu_widen": (_I, _P, _N, _N, _P, _I, _N, _N, _N, _N, _P),
     "gnomon_sparse_decode": (_I, _I, _P, _P, _P, _I, _N, _N, _N, _N, _N, _N, _P, _P, _N, _N, _F, _P, _P),
     "gnomon_dense_decode": (_I, _I, _P, _P, _P, _I, _N, _N, _N, _N, _N, _P, _P, _F, _P),
+    "gnomon_cache_sim": (_P, _P, _P, _P, _P, _P, _P, _P, _P),
     "gnomon_nf12_decode": (_I, _I, _P, _P, _P, _N, _N, _N, _I, _P, _N, _N, _P, _I),
 }
 
