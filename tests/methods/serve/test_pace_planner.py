@@ -171,7 +171,7 @@ def test_least_squares_recovers_exact_coefficients():
     assert predictor.mape() < 1e-12
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(9))
 def test_non_negative_fit_is_scipys(seed):
     rng = np.random.default_rng(seed)
     n = rng.integers(1, 40, 60).astype(float)
@@ -325,7 +325,7 @@ def test_two_groups_of_three(policy, deadline, admitted, externality):
 
 
 @pytest.mark.parametrize("policy", ["off", "cap:2", "cap:3", "eager", "pace", "hold:3"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_plan_partitions_the_rows(policy, seed):
     rows = drawn(seed, requests=5)
     plan = select(rows, policy, predictor=A)
@@ -338,7 +338,7 @@ def test_a_plan_partitions_the_rows(policy, seed):
 
 @pytest.mark.parametrize("utility", ["linear", "concave", "priority"])
 @pytest.mark.parametrize("context_mode", ["raw", "dedup"])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(9))
 def test_three_forms_of_algorithm_1_agree(utility, context_mode, seed):
     rng = np.random.default_rng(100 + seed)
     rows = drawn(seed, requests=6, widest=9)
@@ -357,7 +357,7 @@ def test_three_forms_of_algorithm_1_agree(utility, context_mode, seed):
     assert list(plan.admitted) == naive(rows, predictor, config, 0.0, priorities)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(12))
 def test_greedy_admits_as_many_rows_as_any_choice(seed):
     """Linear utility, heads sorted by context: brute force over all prefixes of the queues, 12 rows."""
     rows = sorted(drawn(seed, requests=3, widest=4), key=lambda row: row.context_len)
@@ -372,7 +372,7 @@ def test_greedy_admits_as_many_rows_as_any_choice(seed):
     assert len(plan.admitted) == max(most, len(queues))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_limits_are_the_baselines(seed):
     rows = drawn(seed, requests=4)
     off, eager = select(rows, "off", A), select(rows, "eager", A)
@@ -389,7 +389,7 @@ def test_limits_are_the_baselines(seed):
     assert select(single, "pace", A).admitted == select(single, "off", A).admitted
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_width_grows_with_rho_and_with_all_deadlines(seed):
     rows = drawn(seed, requests=4, widest=6)
     widths = [len(select(rows, predictor=A, rho=rho).admitted) for rho in (0.1, 0.3, 0.5, 0.8, 1.0)]

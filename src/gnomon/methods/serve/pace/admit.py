@@ -65,7 +65,7 @@ def extras(
     first, widths = groups.start[:-1], groups.widths
     tokens = int(groups.context[first].sum()) if len(first) else 0
     group = np.repeat(np.arange(len(groups)), widths)
-    depth = np.arange(groups.rows) - first[group] if groups.rows else np.zeros(0, dtype=np.int64)
+    depth = np.arange(groups.rows) - np.repeat(first, widths)
     further = depth > 0
     if width is not None:
         further &= depth < width
@@ -125,13 +125,14 @@ def admit_sorted(x: Extras, predictor: LatencyPredictor, budget: float) -> Int[n
         return np.zeros(0, dtype=np.int64)
     order = _leaving_order(x, predictor)
     n, tokens = x.n, x.tokens
+    alike = bool((x.gain == x.gain[0]).all())
     chosen: list[Int[np.ndarray, " A"]] = []
     while len(order):
         added = x.added[order]
         after = predictor.predict(n + np.arange(1, len(order) + 1), tokens + np.cumsum(added))
         fits = int(np.searchsorted(after > budget, True))  # after never falls
         chosen.append(order[:fits])
-        if fits == len(order):
+        if fits == len(order) or alike:  # where all gain the same, whatever comes later is no shorter
             break
         n, tokens = n + fits, tokens + int(added[:fits].sum())
         order = _that_fit(order[fits:], x, predictor, n, tokens, budget)
