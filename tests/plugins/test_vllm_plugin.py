@@ -17,7 +17,7 @@ from serving import Block, FreeQueue, Reference, request
 
 from gnomon import cli
 from gnomon.core.errors import GnomonError, UsageError
-from gnomon.methods.serve.tail_lru import PolicySettings
+from gnomon.methods.serve.tail_lru import PolicySettings, TailOptimizedLRU
 from gnomon.plugins.vllm import install, serve
 from gnomon.plugins.vllm.cache import PrefillTimes
 from gnomon.plugins.vllm.clock import Step, StepClock
@@ -248,6 +248,55 @@ def test_the_eviction_order_is_the_references_block_by_block(xi: int, qhat: int)
         assert queue.num_free_blocks == len(blocks) and queue.safe_blocks == len(reference.safe)
     assert evicted == queue.safe_evictions + queue.kept_evictions > 300
     assert (queue.safe_evictions > 0) == (xi > qhat)  # a threshold at or below the estimate is LRU
+
+
+@pytest.mark.parametrize(("xi", "qhat"), [(30, 8), (12, 12), (0, 5), (500, 5)])
+def test_the_engines_queue_decides_as_the_policy_does(xi: int, qhat: int) -> None:
+    """Conversations that share nothing, one turn at a time, a block a token: as `TailOptimizedLRU` plans it.
+
+    What an engine can't do is to cut the conversation that it is serving, which the policy is told (`protected`).
+    """
+    rng, capacity = random.Random(xi), 200
+    blocks = [Block(i) for i in range(capacity)]
+    queue = adopt(FreeQueue(blocks), capacity)
+    policy, settings = TailOptimizedLRU(xi, qhat), PolicySettings(xi_tokens=xi, qhat_tokens=qhat)
+    held: dict[int, list[Block]] = {k: [] for k in range(8)}
+    history = dict.fromkeys(held, 0)
+    cuts = 0
+    for turn in range(500):
+        who = rng.choice(list(held))
+        grow = rng.randint(1, 15)
+        if history[who] + grow > 90:
+            policy.on_end(who)
+            for block in held[who]:  # the conversation is over; a real engine would find out by its age
+                queue.remove(block)
+                block.block_hash = None
+            queue.prepend_n(held[who])
+            held[who], history[who] = [], 0
+        need = history[who] + grow - len(held[who])
+        free = capacity - sum(map(len, held.values()))
+        planned = policy.victims(need - free, {who})
+        for block in held[who]:
+            queue.remove(block)
+        fresh = queue.popleft_n(need)
+        for block in fresh:
+            for other, chain in held.items():
+                if block in chain:
+                    assert chain.pop() is block and other != who  # tails first
+        for conversation, left in planned:
+            policy.on_trim(conversation, left)
+            cuts += 1
+        assert {k: len(c) for k, c in held.items() if k != who and c} == {
+            k: x for k, x in policy.cached.items() if k != who
+        }
+        held[who] += fresh
+        history[who] += grow
+        for block in held[who]:
+            block.block_hash = "x"
+        queue.judge(held[who], history[who], settings)
+        queue.append_n(held[who][::-1])
+        policy.on_turn(who, turn, history[who], forced=True)
+    assert cuts > 100 and (queue.safe_evictions > 0) == (xi > qhat)
 
 
 def test_the_cards_budgets() -> None:
