@@ -113,7 +113,7 @@ def test_serve_starts_vllm_with_the_policies(
     words = f"serve --model {tmp_path} --cache-policy tail_lru --slo-ms 200 --branch-policy pace"
     assert cli.main([*words.split(), "-o", "max_model_len=512", "-o", "enforce-eager=true"]) == 0
     [(command, environment)] = started
-    assert command[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", str(tmp_path)]
+    assert command[1:5] == ["-m", "gnomon.plugins.vllm.launch", "serve", str(tmp_path)]
     line = " ".join(command)
     assert "--host 127.0.0.1 --port 8000" in line and "--no-enable-log-requests" in line
     assert "--max-model-len 512 --enforce-eager" in line and "BodyLimit" in line

@@ -143,7 +143,7 @@ def test_neither_prompts_nor_keys_are_logged(server: SimpleNamespace, client: An
     assert "127.0.0.1" in log and "0.0.0.0" not in log
     assert SECRET not in log and "sk-of-this-test" not in log
     command = Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
-    assert b"vllm.entrypoints.cli.main" in command and b"sk-of-this-test" not in command
+    assert b"gnomon.plugins.vllm.launch" in command and b"sk-of-this-test" not in command
 
 
 def test_wrong_keys_and_large_bodies_are_refused(server: SimpleNamespace) -> None:

@@ -15,7 +15,7 @@ file                holds
 `scheduling`        the scheduler class, on top of whichever one vLLM chose
 `metrics`           the counters, on their way to `/metrics`
 `offload`           T-LRU as a `CachePolicy` of the CPU tier
-`serve`             `gnomon serve`
+`serve`, `launch`   `gnomon serve`, and vLLM's command line under it
 ==================  ============================================================================================
 
 Names below come when they are asked for, since they subclass vLLM's: `PaceScheduler` and `PaceAsyncScheduler` for
