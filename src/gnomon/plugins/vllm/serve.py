@@ -79,7 +79,7 @@ def command(
     words = [
         sys.executable,
         "-m",
-        "vllm.entrypoints.cli.main",
+        "gnomon.plugins.vllm.launch",
         "serve",
         path,
         "--host",
