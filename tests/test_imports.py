@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "gnomon"
 
 HIDE_EXTRAS = """
 import sys
-HIDDEN = {"accelerate", "datasets", "peft", "trl", "inspect_ai", "triton", "starlette"}
+HIDDEN = {"accelerate", "datasets", "peft", "trl", "inspect_ai", "triton", "starlette", "vllm"}
 
 class Hiding:
     '''A finder that no longer finds the optional libraries.'''

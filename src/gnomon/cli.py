@@ -342,6 +342,52 @@ def check(
     print_table(columns, rows)
 
 
+def serve(
+    *,
+    model: Annotated[str, arg(aliases=["-m"], metavar="MODEL")],
+    cache_policy: Annotated[str, arg(metavar="NAME")] = "lru",
+    slo_ms: Annotated[float, arg(metavar="MS")] = 200.0,
+    qhat_tokens: Annotated[int, arg(metavar="N")] = 200,
+    xi_tokens: Annotated[int | None, arg(metavar="N")] = None,
+    branch_policy: Annotated[str, arg(metavar="NAME")] = "eager",
+    tpot_ms: Annotated[float, arg(metavar="MS")] = 50.0,
+    rho: Annotated[float, arg(metavar="SHARE")] = 0.8,
+    host: Annotated[str, arg(metavar="ADDRESS")] = "127.0.0.1",
+    port: Annotated[int, arg(metavar="N")] = 8000,
+    option: Annotated[Pairs, arg(aliases=["-o"], metavar="NAME=VALUE")] = (),
+) -> None:
+    """Serve a model with vLLM's OpenAI-compatible server and Gnomon's policies; needs vLLM beside gnomon.
+
+    Args:
+        model: An embedded name, a folder or a hub id.
+        cache_policy: tail_lru evicts first the cached prompts that cannot hurt the slowest requests; lru.
+        slo_ms: Objective of the time to first token, from which tail_lru derives its threshold.
+        qhat_tokens: Expected length of a conversation's next prompt, for tail_lru.
+        xi_tokens: The threshold of tail_lru in tokens, instead of deriving it.
+        branch_policy: pace runs as many branches as there is slack for; off, cap:N, eager (all).
+        tpot_ms: Objective of the time per output token, for pace.
+        rho: Share of the slack that branches may use, for pace.
+        host: Address to bind; 0.0.0.0 opens the server to the network.
+        port: Port to bind.
+        option: Set an option of `vllm serve`, once per option: -o max_model_len=2048 -o enforce_eager=true.
+    """
+    options = split_pairs(option, "-o", "NAME=VALUE")
+    settings: dict[str, Any] = {
+        "cache_policy": cache_policy,
+        "slo_ms": slo_ms,
+        "qhat_tokens": qhat_tokens,
+        "xi_tokens": xi_tokens,
+        "branch_policy": branch_policy,
+        "tpot_ms": tpot_ms,
+        "rho": rho,
+    }
+    call = "gnomon.plugins.vllm.serve.serve"
+    print_python(call, model, host=host, port=port, options=options or None, **settings)
+    from gnomon.plugins.vllm.serve import serve as run_serve
+
+    run_serve(model, host=host, port=port, options=options, **settings)
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "ls": ls,
     "show": show,
@@ -356,6 +402,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "fetch": fetch,
     "cp": cp,
     "eval": eval_,
+    "serve": serve,
 }
 
 
