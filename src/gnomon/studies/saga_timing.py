@@ -134,7 +134,8 @@ def attention(
     ]
     q = torch.randn(1, shape.queries, shape.width, generator=generator).bfloat16().to(where)
     counts = sorted({1, shape.key_heads, shape.heads})
-    check_attention(q, *(t[:, :, : min(CHECKED, longest)] for t in stored[0]), n)
+    some_k, some_v = (t[:, :, : min(CHECKED, longest)] for t in stored[0])
+    check_attention(q, some_k, some_v, n)
     for length in lengths:
         kept = min(n, length)
         pairs = [
@@ -229,9 +230,9 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, n: int) -> None:
     from gnomon.kernels.sparse_decode import dense_decode, reference, sparse_decode
 
     n = min(n, k.shape[2])
-    wide = [t.double() for t in (q, k, v)]
-    dense = F.scaled_dot_product_attention(wide[0][:, :, None], *wide[1:], enable_gqa=True)[:, :, 0]
-    sparse, _ = reference.decode(*wide, n, 1, q.shape[-1] ** -0.5)
+    wide_q, wide_k, wide_v = q.double(), k.double(), v.double()
+    dense = F.scaled_dot_product_attention(wide_q[:, :, None], wide_k, wide_v, enable_gqa=True)[:, :, 0]
+    sparse, _ = reference.decode(wide_q, wide_k, wide_v, n, 1, q.shape[-1] ** -0.5)
     close("the dense kernel", dense_decode(q, k, v), dense, 1e-2)
     close("Atop-N", sparse_decode(q, k, v, n=n)[0], sparse, 1e-2)
 
