@@ -9,6 +9,7 @@ X_i = 0 holds nothing and is no victim. Books are ordered by τ.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, runtime_checkable
@@ -121,7 +122,7 @@ class Compiled:
 
 
 @dataclass(eq=False)
-class Policy:
+class Policy(ABC):
     """The book that all policies keep. Subclasses say what is kept (`admit`), in which order, and who goes."""
 
     cached: dict[Hashable, int] = field(default_factory=dict, init=False, repr=False)
@@ -168,9 +169,9 @@ class Policy:
         """Blocks worth keeping right after a turn: all."""
         return self.history[conv_id]
 
+    @abstractmethod
     def victims(self, need_blocks: int, protected: Collection[Hashable] = ()) -> Trims:
         """See :class:`EvictionPolicy`."""
-        raise NotImplementedError
 
     def compiled(self) -> Compiled | None:
         """This policy as numbers, or None: the compiled simulator doesn't have it."""

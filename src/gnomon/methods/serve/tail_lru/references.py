@@ -6,6 +6,7 @@ at the granularity of conversations.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -21,8 +22,9 @@ __all__ = ["ARC", "FIFO", "LFU", "SLRU"]
 class _Ordered(Policy):
     """Cuts in the order that `_order` gives."""
 
+    @abstractmethod
     def _order(self) -> list[Hashable]:
-        raise NotImplementedError
+        """Whoever goes first, first."""
 
     def victims(self, need_blocks: int, protected: Collection[Hashable] = ()) -> Trims:
         """See :class:`EvictionPolicy`."""
